@@ -1,0 +1,73 @@
+"""The Predictor that Cog serves. Edit SHAPES, the inputs and `request` for your model.
+
+Everything that can be asked for is planned: `setup` warms each shape at each number of
+outputs, so no prediction pays for a compile.
+"""
+
+import random
+import tempfile
+from pathlib import Path as LocalPath
+
+from cog import BaseRunner, Input, Path
+
+import warmstart
+
+# Aspect ratio -> width and height of the picture that the model draws, in pixels.
+SHAPES = {"1:1": (64, 64), "3:2": (96, 64), "2:3": (64, 96)}
+MAX_OUTPUTS = 4
+
+
+def request(prompt: str, aspect_ratio: str, outputs: int, steps: int, guidance: float, seed: int) -> warmstart.Request:
+    """Say in the pipeline's own words what one prediction asks for."""
+    width, height = SHAPES[aspect_ratio]
+    return warmstart.Request(
+        label=f"{aspect_ratio} x{outputs}",
+        seeds=tuple(range(seed, seed + outputs)),
+        inputs={
+            "prompt": prompt,
+            "negative_prompt": "",
+            "width": width,
+            "height": height,
+            "num_images_per_prompt": outputs,
+            "num_inference_steps": steps,
+            "true_cfg_scale": guidance,
+            "max_sequence_length": 16,
+        },
+    )
+
+
+class Predictor(BaseRunner):
+    def setup(self) -> None:
+        """Load, compile and warm the model; return once every planned request is fast."""
+        plan = [
+            request("a handwritten seven", shape, outputs, steps=2, guidance=2.0, seed=0)
+            for shape in SHAPES
+            for outputs in range(1, MAX_OUTPUTS + 1)
+        ]
+        self.model = warmstart.boot(plan, sources=[__file__])
+
+    def run(
+        self,
+        prompt: str = Input(default="a handwritten seven", description="The digit to draw, in words or as a figure."),
+        aspect_ratio: str = Input(
+            default="1:1", choices=["1:1", "3:2", "2:3"], description="Width to height of the picture."
+        ),
+        num_outputs: int = Input(default=1, ge=1, le=4, description="How many pictures to draw."),
+        num_inference_steps: int = Input(
+            default=8, ge=1, le=50, description="Denoising steps. More take longer; beyond 8 little changes."
+        ),
+        guidance: float = Input(
+            default=1.0,
+            ge=1.0,
+            le=5.0,
+            description="How strictly to follow the prompt. Above 1 each step runs the model twice.",
+        ),
+        seed: int = Input(default=None, description="Draws the same picture again. Left out, one is drawn and logged."),
+        upscale: int = Input(default=4, ge=1, le=16, description="Enlarge the picture this many times."),
+        output_format: str = Input(default="webp", choices=["webp", "png", "jpg"], description="Format of the files."),
+        output_quality: int = Input(
+            default=90, ge=1, le=100, description="Quality of webp and jpg files, 1 to 100; png ignores it."
+        ),
+    ) -> list[Path]:
+        """Draw pictures of handwritten digits."""
+        ...

@@ -1,0 +1,13 @@
+"""Cog predictors that boot already compiled.
+
+A Predictor calls `boot(plan, sources=[__file__])` in `setup()` and the returned `Served` in `run()`. Importing this
+package loads neither torch nor the model.
+"""
+
+from __future__ import annotations
+
+from warmstart.boot import Served, boot, current_key
+from warmstart.models import Request, Result
+from warmstart.settings import Settings, SettingsError
+
+__all__ = ["Request", "Result", "Served", "Settings", "SettingsError", "boot", "current_key"]

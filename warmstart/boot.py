@@ -1,0 +1,495 @@
+"""The order of a boot; the only module that sees all others.
+
+settings -> key -> restore -> load -> regions -> warm-up -> persist after each request -> verify -> report. A cache, a
+store, a compiler or a compile that fails makes a boot slower, never wrong and never fatal; a model that fails is fatal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from warmstart import inductor, key
+from warmstart.bundle import Limits
+from warmstart.cache import Cache, Persisted, PersistOutcome, Restored, RestoreOutcome, explain
+from warmstart.key import Key
+from warmstart.models import ModelError
+from warmstart.report import Evidence, Outcome, Report, Stopwatch, decide
+from warmstart.served import Served
+from warmstart.settings import Settings, SettingsError
+from warmstart.store import Store, open_store
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from warmstart.models import Model, Request
+    from warmstart.regions import Region
+    from warmstart.warmup import Warmed
+
+SHIPPED = "cache"
+"""The store inside the image; it is read first and, unless another is set, written to."""
+
+# Modules whose code decides the graphs. A change in any other of ours leaves compiled code as good as it was.
+_GRAPH_SOURCES = ("inductor.py", "regions.py", "models/diffusers.py")
+# Added to the restore's own deadline before the boot goes on without an answer.
+_ANSWER_S = 5.0
+
+
+class CompileRequiredError(RuntimeError):
+    """The model could not be compiled, and WARMSTART_COMPILE=required makes that fatal."""
+
+
+def boot(plan: Sequence[Request], *, sources: Sequence[str] = (), settings: Settings | None = None) -> Served:
+    """Loads, compiles and warms the model, from the cache where it can.
+
+    Args:
+        plan: the requests to warm, each with a label of its own. What they need compiled is compiled here.
+        sources: files whose text is part of the model's version, `[__file__]` of the Predictor at least.
+        settings: in place of those in the environment.
+
+    Raises:
+        SettingsError: a setting cannot be used.
+        PlanError: the plan is empty or has a label twice.
+        ModelError: the model cannot be loaded or fails uncompiled too.
+        CompileRequiredError: it cannot be compiled and WARMSTART_COMPILE is `required`.
+    """
+    served = _Boot(plan, sources, settings or Settings.from_environment()).run()
+    for line in served.report.lines():
+        print(line, flush=True)
+    return served
+
+
+def current_key(plan: Sequence[Request], *, sources: Sequence[str] = (), settings: Settings | None = None) -> Key:
+    """The key that a boot here and now would use. Needs no torch, and reads no weights beyond their headers.
+
+    Raises:
+        SettingsError: a setting cannot be used.
+        KeyFactError: a fact cannot be read, a damaged weights file say.
+    """
+    settings = settings or Settings.from_environment()
+    device = _device(settings)
+    environment = key.environment_facts(
+        device=device, threads=settings.threads, visible_devices=settings.visible_devices, compiler=settings.compiler
+    )
+    return Key(environment, _version_facts(plan, sources, settings, device))
+
+
+def _version_facts(
+    plan: Sequence[Request], sources: Sequence[str], settings: Settings, device: str
+) -> dict[str, str]:
+    package = Path(__file__).parent
+    code = [Path(source) for source in sources] + [package / name for name in _GRAPH_SOURCES]
+    return {
+        "model": settings.model_version or _model_version(settings),
+        "code": key.source_digest(code),
+        "diffusers": importlib.metadata.version("diffusers"),
+        "transformers": importlib.metadata.version("transformers"),
+        "dtype": _dtype(settings, device),
+        "strategy": settings.strategy,
+        "regions": ", ".join(settings.regions) or "found",
+        "parts": ", ".join(settings.parts) or "denoisers",
+        "mode": settings.mode,
+        "dynamic": str(_dynamic(settings, plan)).lower(),
+        "fullgraph": str(settings.fullgraph).lower(),
+        "torch options": ", ".join(f"{name}={value}" for name, value in settings.torch_options) or "none",
+        "plan": "; ".join(request.graph_facts() for request in plan) or "none",
+    }
+
+
+def _model_version(settings: Settings) -> str:
+    if Path(settings.model).is_dir():
+        return key.model_version(Path(settings.model))
+    if not settings.model_revision:
+        raise SettingsError(
+            f"WARMSTART_MODEL is the hub id {settings.model!r} without WARMSTART_MODEL_REVISION, so the model could"
+            " change between boots while the cache's key stays the same; set it to a commit of that repository."
+        )
+    return hashlib.sha256(f"{settings.model}@{settings.model_revision}".encode()).hexdigest()
+
+
+def _device(settings: Settings) -> str:
+    if settings.device != "auto":
+        return settings.device
+    # /dev/nvidiactl is there if a driver is loaded and given to this container. torch is not asked: that takes
+    # seconds, and the live directory must be chosen before it is imported.
+    return "cuda" if Path("/dev/nvidiactl").exists() else "cpu"
+
+
+def _dtype(settings: Settings, device: str) -> str:
+    if settings.dtype != "auto":
+        return settings.dtype
+    return "float32" if device == "cpu" else "bfloat16"
+
+
+def _dynamic(settings: Settings, plan: Sequence[Request]) -> bool:
+    """One planned shape needs no symbol; several share one graph per region rather than having one each."""
+    return len(plan) > 1 if settings.dynamic == "auto" else settings.dynamic == "true"
+
+
+@dataclass
+class _Restoring:
+    """A restore on a thread of its own, beside the imports and the loading of weights."""
+
+    cache: Cache
+    stores: Sequence[Store]
+    key: Key
+    deadline_s: float
+
+    def __post_init__(self) -> None:
+        self._result: Restored | None = None
+        self._why = ""
+        self._thread = threading.Thread(target=self._work, name="warmstart-restore", daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        self._result = self.cache.restore(self.deadline_s)
+        if self._result.outcome is RestoreOutcome.NOTHING:
+            try:
+                self._why = explain(self.key, self.stores)
+            # The boundary: a store that cannot be asked leaves the boot without an explanation, no more.
+            except Exception as error:  # noqa: BLE001
+                self._why = f"{self._result.reason} ({error})"
+
+    def wait(self) -> Restored:
+        self._thread.join(self.deadline_s + _ANSWER_S)
+        if self._result is None:
+            reason = f"nothing was restored: no store had answered {_ANSWER_S:g} s after the deadline"
+            return Restored(RestoreOutcome.FAILED, reason, seconds=self.deadline_s + _ANSWER_S)
+        return self._result
+
+    def why_nothing(self) -> str:
+        """What differs from the nearest stored key, if nothing was stored for this one."""
+        return self._why
+
+
+class _Boot:
+    """One boot, step by step."""
+
+    def __init__(self, plan: Sequence[Request], sources: Sequence[str], settings: Settings) -> None:
+        self.plan = plan
+        self.settings = settings
+        self.clock = Stopwatch()
+        self.warnings: list[str] = []
+        self.saves: list[Persisted] = []
+        self.restored = Restored(RestoreOutcome.NOTHING, "")
+        self.why_nothing = ""
+        self.counts = inductor.Counts()
+        self.kernels_built = 0
+        self.regions: list[Region] = []
+        self.warmed: list[Warmed] = []
+        self.cache: Cache | None = None
+        self.live: inductor.LiveDirectory | None = None
+        with self.clock.phase("key"):
+            self.device = _device(settings)
+            self.key = current_key(plan, sources=sources, settings=settings)
+
+    def run(self) -> Served:
+        restoring = self._start_restore() if self.settings.compile != "off" else None
+        with self.clock.phase("imports"):
+            self._import()
+        with self.clock.phase("weights"):
+            model = self._load()
+        if restoring is not None:
+            with self.clock.phase("restore"):
+                self.restored = restoring.wait()
+                self.why_nothing = restoring.why_nothing()
+        served = Served(model, self.cache, unplanned=self.settings.unplanned)
+        outcome, reason = self._climb(served, model)
+        with self.clock.phase("workers"):
+            inductor.shut_down_workers()
+        report = self._report(outcome, reason)
+        served.finish(report, frozenset(item.request.label for item in self.warmed))
+        self._write(report)
+        return served
+
+    # --- restore ---------------------------------------------------------------------------------------------------
+
+    def _start_restore(self) -> _Restoring | None:
+        with self.clock.phase("key"):
+            self.live = self._prepare_live()
+            if self.live is None:
+                return None
+            stores = self._stores()
+            limits = Limits(max_raw_bytes=self.settings.max_bundle_bytes)
+            self.cache = Cache(stores, stores[-1] if stores else None, self.key, self.live.path, limits)
+            return _Restoring(self.cache, stores, self.key, self.settings.restore_deadline_s)
+
+    def _prepare_live(self) -> inductor.LiveDirectory | None:
+        preset = self.settings.live_dir or self.settings.torch_cache_dir
+        name = f"{self.key.environment_digest[:16]}-{self.key.version_digest[:16]}"
+        for place in dict.fromkeys((preset, "")):
+            try:
+                return inductor.prepare(place, name)
+            except OSError as error:
+                where = place or "a directory of our own under the temporary directory"
+                self.warnings.append(f"compiled code cannot be kept in {where}: {error.strerror}")
+        return None
+
+    def _stores(self) -> list[Store]:
+        """The image's own store first, then the configured one; the last is written to."""
+        found: list[Store] = []
+        for location in dict.fromkeys((SHIPPED, self.settings.cache_url)):
+            try:
+                found.append(open_store(location))
+            # The boundary: a store that cannot be opened is a store that holds nothing.
+            except Exception as error:  # noqa: BLE001
+                self.warnings.append(f"the store {location} cannot be used: {error}")
+        return found
+
+    # --- model -----------------------------------------------------------------------------------------------------
+
+    def _import(self) -> None:
+        import torch
+
+        from warmstart import regions, warmup
+        from warmstart.models import diffusers
+
+        torch.set_num_threads(self.settings.threads)
+        self._regions, self._warmup, self._diffusers = regions, warmup, diffusers
+        warmup.check_plan(self.plan)
+        if self.device.startswith("cuda") and not torch.cuda.is_available():
+            raise ModelError(
+                f"the device is {self.device}, but torch {torch.__version__} finds no usable NVIDIA GPU, so the model"
+                " cannot run there; check the host's driver, or set WARMSTART_DEVICE=cpu."
+            )
+
+    def _load(self) -> Model:
+        return self._diffusers.DiffusersModel(
+            self.settings.model,
+            revision=self.settings.model_revision,
+            device=self.device,
+            dtype=_dtype(self.settings, self.device),
+        )
+
+    # --- the ladder: from the cache, else compiled, else eager -------------------------------------------------------
+
+    def _climb(self, served: Served, model: Model) -> tuple[Outcome, str]:
+        if self.settings.compile == "off":
+            return self._eager(served, "WARMSTART_COMPILE is off")
+        if self.live is None:
+            return self._eager(served, "there is no writable directory for compiled code")
+        try:
+            with self.clock.phase("regions"):
+                self._compile(model)
+        except (self._regions.RegionsError, SettingsError) as error:
+            return self._eager(served, str(error))
+        cause = self._attempt(served, self.live)
+        if cause and self._restored_anything():
+            self.warnings.append(f"with the restored cache the compile failed ({cause}); it was set aside")
+            cause = self._attempt_cold(served, self.live)
+        if cause:
+            return self._eager(served, f"the compile failed: {cause}")
+        return self._judge()
+
+    def _compile(self, model: Model) -> None:
+        parts = model.parts()
+        chosen = self.settings.parts or model.default_parts()
+        if missing := [name for name in chosen if name not in parts]:
+            raise SettingsError(
+                f"WARMSTART_PARTS names {missing[0]!r}, which this model does not have; it has: {', '.join(parts)}."
+            )
+        for name in chosen:
+            self.regions += self._regions.find(
+                name, parts[name], strategy=self.settings.strategy, wanted=self.settings.regions
+            )
+        options = self._regions.CompileOptions(
+            mode=self.settings.mode,
+            dynamic=_dynamic(self.settings, self.plan),
+            fullgraph=self.settings.fullgraph,
+            # A few stride patterns for each planned request; far above what is needed, so that it is never met.
+            recompile_limit=max(16, 4 * len(self.plan)),
+        )
+        self._regions.compile_in_place(self.regions, options)
+
+    def _attempt(self, served: Served, live: inductor.LiveDirectory) -> str:
+        """Warms, checks and verifies; returns what went wrong in words, or an empty string."""
+        had = inductor.kernels(live.path)
+        before = inductor.counts()
+        try:
+            self._warm(served)
+        # The boundary: compiler, cache and disk may raise anything. Whether it was the model is asked in `_eager`.
+        except Exception as error:  # noqa: BLE001
+            return _sentence(error)
+        finally:
+            self.counts = inductor.counts() - before
+            self.kernels_built = len(inductor.kernels(live.path) - had)
+        return self._failed_check()
+
+    def _attempt_cold(self, served: Served, live: inductor.LiveDirectory) -> str:
+        self.live = inductor.set_aside(live, self.key.version_digest[:16])
+        self.restored = Restored(RestoreOutcome.FAILED, "what was restored broke the compile and was set aside")
+        self.cache = None
+        for region in self.regions:
+            region.calls, region.counts, region.differences = 0, inductor.Counts(), []
+        return self._attempt(served, self.live)
+
+    def _warm(self, served: Served) -> None:
+        budget_s = self.settings.setup_budget_s
+        ends = time.monotonic() + max(0.0, budget_s - self.clock.total_s()) if budget_s else None
+
+        def work() -> None:
+            self.warmed = self._warmup.warm(
+                served.rehearse, self.plan, before_each=self._check_next, after_each=self._save, budget_ends=ends
+            )
+            with self.clock.phase("verify"):
+                self._warmup.verify(served.rehearse, self.warmed)
+
+        with self.clock.phase("warm-up"):
+            self._warmup.in_thread(work)
+
+    def _check_next(self) -> None:
+        if self.settings.self_check:
+            self._regions.check_next_call(self.regions)
+
+    def _save(self, warmed: Warmed) -> None:
+        if self.cache is None or not (warmed.graphs or not self.saves):
+            return
+        with self.clock.phase("persist"):
+            saved = self.cache.persist(self.settings.persist_deadline_s)
+        self.saves.append(saved)
+        if saved.outcome is PersistOutcome.FAILED:
+            self.warnings.append(saved.reason)
+
+    def _failed_check(self) -> str:
+        for region in self.regions:
+            for difference in region.differences:
+                # Written so that a NaN fails too.
+                if not difference <= region.tolerance:
+                    return (
+                        f"{region.name} differs from its eager self by {difference:.1e} of the largest value,"
+                        f" {region.tolerance:.0e} is allowed"
+                    )
+        return ""
+
+    def _eager(self, served: Served, reason: str) -> tuple[Outcome, str]:
+        """The last rung. What fails here too is the model's own fault."""
+        if self.settings.compile == "required":
+            raise CompileRequiredError(f"{reason}; WARMSTART_COMPILE=required makes that fatal.")
+        for region in self.regions:
+            region.eager = True
+        try:
+            with self.clock.phase("warm-up"):
+                self._warmup.in_thread(lambda: served.rehearse(self.plan[0]))
+        except Exception as error:
+            raise ModelError(
+                f"the model fails on the planned request {self.plan[0].label!r}, uncompiled too ({_sentence(error)});"
+                " correct the request in predict.py or the model."
+            ) from error
+        self.warmed = []
+        return Outcome.EAGER, reason
+
+    # --- report ----------------------------------------------------------------------------------------------------
+
+    def _restored_anything(self) -> bool:
+        # A directory from outside may hold what a platform restored.
+        preset = self.settings.live_dir or self.settings.torch_cache_dir
+        return self.restored.files > 0 or bool(preset)
+
+    def _judge(self) -> tuple[Outcome, str]:
+        counts = self.counts
+        for region in self.regions:
+            if not region.calls:
+                self.warnings.append(f"the region {region.name} was compiled but never called")
+            if region.counts.fx_bypasses:
+                self.warnings.append(f"torch refuses to cache {region.name}, so it compiles on every boot")
+        if not counts.graphs:
+            return Outcome.EAGER, "no compiled region was ever called"
+        for item in self.warmed:
+            if item.graphs_again:
+                self.warnings.append(f"{item.request.label} compiled {item.graphs_again} graphs when called again")
+        outcome, reason = decide(
+            Evidence(
+                hits=counts.fx_hits,
+                misses=counts.fx_misses,
+                retraced=counts.aot_misses,
+                bypasses=counts.fx_bypasses + counts.aot_bypasses,
+                kernels_built=self.kernels_built,
+                restored=self._restored_anything(),
+            )
+        )
+        if len(self.warmed) < len(self.plan):
+            reason += f"; warmed {len(self.warmed)} of {len(self.plan)} requests within WARMSTART_SETUP_BUDGET_S"
+        if outcome is not Outcome.WARM:
+            reason += f". {self.why_nothing or self.restored.reason}"
+        return outcome, reason
+
+    def _report(self, outcome: Outcome, reason: str) -> Report:
+        if "cudagraphs" not in self.settings.mode and self.settings.mode != "default":
+            self.warnings.append(
+                f"WARMSTART_MODE={self.settings.mode} uses CUDA graphs, which belong to one thread, and each prediction"
+                " runs on another; use max-autotune-no-cudagraphs"
+            )
+        counts = {name: value for name, value in asdict(self.counts).items()}
+        boot_s = self.clock.total_s()
+        return Report(
+            outcome=outcome,
+            reason=reason,
+            boot_s=boot_s,
+            phases=dict(self.clock.seconds),
+            background={"restore": self.restored.seconds},
+            counts=counts | {"kernels_built": self.kernels_built},
+            regions=[_region_row(region) for region in self.regions],
+            requests=[_request_row(item) for item in self.warmed],
+            restored=_row(self.restored),
+            persisted=[_row(saved) for saved in self.saves],
+            facts=self._facts(),
+            warnings=self.warnings,
+        )
+
+    def _facts(self) -> dict[str, Any]:
+        return {
+            "environment": self.key.environment_digest,
+            "version": self.key.version_digest,
+            "device": self.device,
+            "dtype": _dtype(self.settings, self.device),
+            "threads": self.settings.threads,
+            "dynamic": _dynamic(self.settings, self.plan),
+            "strategy": self.settings.strategy,
+            "live_dir": str(self.live.path) if self.live else None,
+            "live_dir_reason": self.live.reason if self.live else None,
+            "pid": os.getpid(),
+        }
+
+    def _write(self, report: Report) -> None:
+        if self.settings.report_path:
+            try:
+                Path(self.settings.report_path).write_text(report.json() + "\n")
+            except OSError as error:
+                report.warnings.append(f"the report cannot be written to WARMSTART_REPORT_PATH: {error}")
+
+
+def _sentence(error: Exception) -> str:
+    """The first line of an error and its type; compilers add pages."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:300] if lines else 'no message'}"
+
+
+def _row(outcome: Restored | Persisted) -> dict[str, Any]:
+    return asdict(outcome) | {"outcome": outcome.outcome.value}
+
+
+def _region_row(region: Region) -> dict[str, Any]:
+    return {
+        "name": region.name,
+        "modules": len(region.modules),
+        "calls": region.calls,
+        **asdict(region.counts),
+        "difference": max(region.differences, default=None),
+        "tolerance": region.tolerance,
+    }
+
+
+def _request_row(item: Warmed) -> dict[str, Any]:
+    return {
+        "label": item.request.label,
+        "first_s": item.first_s,
+        "graphs": item.graphs,
+        "steady_s": item.steady_s,
+        "graphs_again": item.graphs_again,
+    }

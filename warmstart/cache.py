@@ -1,0 +1,454 @@
+"""Restores and persists one live directory within deadlines; knows stores and bundles, not Inductor or models.
+
+Nothing here raises for trouble with a cache: a boot without one is only slower. Whatever a store does, every call ends
+at its deadline, and the live directory is touched by the calling thread alone, so a late answer cannot change it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import itertools
+import queue
+import shutil
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from warmstart import bundle as bundles
+from warmstart.bundle import TEMPORARY_PREFIX, BundleError, Entry, FileStat, Limits
+from warmstart.key import Key, nearest
+from warmstart.store import STALE_S, BundleInfo, Store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+_PARALLEL_PER_STORE = 4
+_LONGEST_S = threading.TIMEOUT_MAX / 2  # what waits accept
+
+
+class RestoreOutcome(enum.Enum):
+    """What became of a restore."""
+
+    RESTORED = "restored"
+    """Every bundle found is in the live directory."""
+    PARTIAL = "partial"
+    """Some are; `skipped` says why others are not."""
+    NOTHING = "nothing"
+    """The stores answered and hold nothing for this key."""
+    FAILED = "failed"
+    """Nothing was restored, and `reason` says what went wrong."""
+
+
+class PersistOutcome(enum.Enum):
+    """What became of a save."""
+
+    PUBLISHED = "published"
+    NOTHING_NEW = "nothing_new"
+    NO_TARGET = "no_target"
+    FAILED = "failed"
+    """Nothing was published; the files stay pending for the next call."""
+
+
+@dataclass(frozen=True)
+class Restored:
+    """Outcome of a restore, a sentence saying why, and its size in raw bytes."""
+
+    outcome: RestoreOutcome
+    reason: str
+    bundles: int = 0
+    files: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    skipped: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Persisted:
+    """Outcome of a save, a sentence saying why, the bundle's name and its size in raw bytes."""
+
+    outcome: PersistOutcome
+    reason: str
+    name: str = ""
+    files: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    skipped: tuple[str, ...] = ()
+
+
+class Cache:
+    """One live directory, the stores it is filled from, and the one that its new files go to."""
+
+    def __init__(
+        self, sources: Sequence[Store], target: Store | None, key: Key, live: Path, limits: Limits | None = None
+    ) -> None:
+        self._sources = tuple(sources)
+        self._target = target
+        self._key = key
+        self._live = live
+        self._limits = limits or Limits()
+        self._kept: dict[tuple[str, str], int] = {}  # (path, sha256) -> bytes of what some bundle holds
+        self._read: dict[str, tuple[FileStat, Entry]] = {}  # spares hashing a file again while its stat is the same
+        self._saving = threading.Lock()
+
+    def restore(self, deadline_s: float) -> Restored:
+        """Puts the union of all bundles that the sources hold for the key into the live directory."""
+        started = time.monotonic()
+        try:
+            self._live.mkdir(parents=True, exist_ok=True, mode=0o700)
+            _remove_stale(self._live)
+            staging = Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX, dir=self._live))
+        except OSError as error:
+            reason = f"the live directory cannot be written ({error.strerror}), so nothing was restored into it"
+            return Restored(RestoreOutcome.FAILED, reason, seconds=time.monotonic() - started)
+        work = _Restore(self._sources, self._key, self._live, self._limits, staging)
+        try:
+            work.run(started + min(deadline_s, _LONGEST_S))
+        finally:
+            work.abandon()
+        self._remember(work.installed)
+        return work.result(deadline_s, time.monotonic() - started)
+
+    def persist(self, deadline_s: float = 60.0) -> Persisted:
+        """Publishes the live directory's files that no bundle holds yet; safe from any thread."""
+        started = time.monotonic()
+        deadline_s = min(deadline_s, _LONGEST_S)
+        if self._target is None:
+            return Persisted(PersistOutcome.NO_TARGET, "no store is configured to publish to")
+        # Packing and publishing run beside the caller: a store that hangs may keep them, but not the caller.
+        if not self._saving.acquire(timeout=deadline_s):
+            return _late(f"an earlier save to {self._target.location} has not ended", deadline_s, started)
+        answer: queue.SimpleQueue[Persisted] = queue.SimpleQueue()
+        work = threading.Thread(
+            target=self._save, args=(self._target, started, answer), name="warmstart-persist", daemon=True
+        )
+        try:
+            work.start()
+        except BaseException:
+            self._saving.release()
+            raise
+        try:
+            return answer.get(timeout=max(0.0, started + deadline_s - time.monotonic()))
+        except queue.Empty:
+            return _late(f"publishing to {self._target.location} did not end", deadline_s, started)
+
+    def _remember(self, entries: Iterable[Entry]) -> None:
+        files = bundles.scan(self._live)
+        for item in entries:
+            self._kept[item.path, item.sha256] = item.size_bytes
+            if item.path in files and files[item.path].size_bytes == item.size_bytes:
+                self._read[item.path] = files[item.path], item
+
+    def _save(self, target: Store, started: float, answer: queue.SimpleQueue[Persisted]) -> None:
+        try:
+            result = self._publish_new(target, started)
+        # The boundary, as in a restore: whatever a store or a disk does here must cost a cache, not a boot.
+        except BaseException as error:  # noqa: BLE001
+            reason = f"nothing was published to {target.location}: {_cause(error)}; it is tried again next time"
+            result = Persisted(PersistOutcome.FAILED, reason, seconds=time.monotonic() - started)
+        finally:
+            self._saving.release()
+        answer.put(result)
+
+    def _publish_new(self, target: Store, started: float) -> Persisted:
+        chosen, skipped = self._choose(self._new_entries())
+        if not chosen:
+            reason = "every file is in a bundle already" if not skipped else "the new files do not fit the limits"
+            seconds = time.monotonic() - started
+            return Persisted(PersistOutcome.NOTHING_NEW, reason, seconds=seconds, skipped=skipped)
+        # Beside the files: a dot directory that no scan enters, on the disk that held the files anyway.
+        with tempfile.TemporaryDirectory(prefix=TEMPORARY_PREFIX, dir=self._live, ignore_cleanup_errors=True) as place:
+            packed = bundles.pack(self._live, chosen, Path(place), self._limits)
+            new = target.publish(self._key, packed.path, packed.name)
+        self._kept |= {(item.path, item.sha256): item.size_bytes for item in chosen}
+        verb = "published" if new else "found already published"
+        reason = f"{verb} {len(chosen)} files ({size(packed.raw_bytes)}) as {packed.name[:12]} in {target.location}"
+        seconds = time.monotonic() - started
+        outcome = PersistOutcome.PUBLISHED
+        return Persisted(outcome, reason, packed.name, len(chosen), packed.raw_bytes, seconds, skipped)
+
+    def _new_entries(self) -> list[Entry]:
+        files = bundles.scan(self._live)
+        self._read = {path: known for path, known in self._read.items() if path in files}
+        for path, found in files.items():
+            if path not in self._read or self._read[path][0] != found:
+                self._read.pop(path, None)
+                # None while a neighbour still writes it: it is new next time.
+                if (item := bundles.entry(self._live, path)) is not None:
+                    self._read[path] = found, item
+        return [item for _, item in self._read.values() if (item.path, item.sha256) not in self._kept]
+
+    def _choose(self, entries: Sequence[Entry]) -> tuple[list[Entry], tuple[str, ...]]:
+        """Takes what the limits of a version leave room for, small files first, since graphs are small and many."""
+        left_bytes = self._limits.max_raw_bytes - sum(self._kept.values())
+        left_files = self._limits.max_files - len(self._kept)
+        chosen: list[Entry] = []
+        for item in sorted(entries, key=lambda item: (item.size_bytes, item.path)):
+            if item.size_bytes <= min(self._limits.max_file_bytes, left_bytes) and left_files:
+                chosen.append(item)
+                left_bytes -= item.size_bytes
+                left_files -= 1
+        dropped = [item for item in entries if item not in set(chosen)]
+        return chosen, (_dropped(dropped, self._limits),) if dropped else ()
+
+
+def explain(key: Key, stores: Sequence[Store]) -> str:
+    """Says whether a boot with this key would hit, and if not, what differs from the nearest key that is stored.
+
+    Raises:
+        OSError, StoreError: a store cannot be read.
+    """
+    stored: list[Key] = []
+    for store in stores:
+        if found := store.bundles(key):
+            total_bytes = sum(item.size_bytes for item in found)
+            return f"Hit: {store.location} holds {_count(len(found), 'bundle')} ({size(total_bytes)}) for this key."
+        held = store.keys()
+        stored += [item.facts for item in held if item.facts is not None and item.bundles]
+    places = ", ".join(store.location for store in stores) or "any store, since none is configured"
+    miss = f"Miss: no bundle for this key in {places}."
+    if (best := nearest(key, stored)) is None:
+        return f"{miss} No other key is stored there either, so the first boot is cold and fills it."
+    return f"{miss} The nearest stored key differs in its {best[1]}."
+
+
+def size(count_bytes: int) -> str:
+    """Writes a number of bytes for people."""
+    if count_bytes < 1000:
+        return f"{count_bytes} B"
+    value, unit = count_bytes / 1000, "kB"
+    for larger in ("MB", "GB"):
+        if value >= 999.5:
+            value, unit = value / 1000, larger
+    return f"{value:.3g} {unit}"
+
+
+@dataclass(frozen=True)
+class _Listed:
+    source: int
+    found: list[BundleInfo]
+
+
+@dataclass(frozen=True)
+class _Staged:
+    source: int
+    name: str
+    folder: Path
+    entries: tuple[Entry, ...]
+
+
+@dataclass(frozen=True)
+class _Failed:
+    source: int
+    name: str  # "" for a listing
+    cause: str
+    gone: bool
+
+
+_Event = _Listed | _Staged | _Failed
+
+
+@dataclass
+class _Restore:
+    """One restore: threads list, fetch and verify into a staging directory; the caller alone installs."""
+
+    sources: Sequence[Store]
+    key: Key
+    live: Path
+    limits: Limits
+    staging: Path
+    installed: list[Entry] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
+        self._slots = [threading.BoundedSemaphore(_PARALLEL_PER_STORE) for _ in self.sources]
+        self._abandoned = threading.Event()
+        self._numbers = itertools.count()
+        self._running = 0
+        self._elsewhere: dict[str, list[tuple[int, BundleInfo]]] = {}  # name -> other sources that have it
+        self._listed: dict[int, set[str]] = {}
+        self._relisted: set[int] = set()
+        self._done: set[str] = set()
+        self._skipped: list[str] = []
+        self._expired = False
+
+    def run(self, deadline: float) -> None:
+        for source in range(len(self.sources)):
+            self._list(source)
+        while self._running:
+            left_s = deadline - time.monotonic()
+            try:
+                event = self._events.get(timeout=max(0.0, left_s))
+            except queue.Empty:
+                self._expired = True
+                return
+            # An answer that comes with the deadline is late: nothing is installed after it.
+            if left_s <= 0:
+                self._expired = True
+                return
+            self._running -= 1
+            self._handle(event)
+
+    def abandon(self) -> None:
+        """Tells threads that still wait for a store to end without a trace, and removes what they staged."""
+        self._abandoned.set()
+        shutil.rmtree(self.staging, ignore_errors=True)
+
+    def result(self, deadline_s: float, seconds: float) -> Restored:
+        skipped = list(self._skipped)
+        if self._expired:
+            skipped.append(f"{_count(self._running, 'answer')} had not come after {deadline_s:g} s")
+        places = ", ".join(store.location for store in self.sources) or "no store"
+        total_bytes = sum(item.size_bytes for item in self.installed)
+        if not self._done:
+            outcome = RestoreOutcome.FAILED if skipped else RestoreOutcome.NOTHING
+            reason = f"nothing was restored from {places}: {'; '.join(skipped) or 'it holds no bundle for this key'}"
+            return Restored(outcome, reason, seconds=seconds, skipped=tuple(skipped))
+        reason = f"{_count(len(self._done), 'bundle')} ({size(total_bytes)}) from {places}"
+        if skipped:
+            reason = f"{reason}, but {'; '.join(skipped)}"
+        outcome = RestoreOutcome.PARTIAL if skipped else RestoreOutcome.RESTORED
+        counts = len(self._done), len(self.installed), total_bytes
+        return Restored(outcome, reason, *counts, seconds, tuple(skipped))
+
+    def _start(self, source: int, name: str, job: Callable[[], _Event]) -> None:
+        self._running += 1
+        # Daemons: a thread that hangs in a store must not keep the process from ending.
+        threading.Thread(
+            target=self._work, args=(source, name, job), name=f"warmstart-restore-{source}", daemon=True
+        ).start()
+
+    def _list(self, source: int) -> None:
+        self._start(source, "", lambda: _Listed(source, self.sources[source].bundles(self.key)))
+
+    def _work(self, source: int, name: str, job: Callable[[], _Event]) -> None:
+        with self._slots[source]:
+            if self._abandoned.is_set():
+                return
+            try:
+                event = job()
+            # The boundary: whatever a store or a bundle does here must cost a cache, not a boot. A panic of the object
+            # store's client is no Exception, and an answer must come in any case.
+            except BaseException as error:  # noqa: BLE001
+                event = _Failed(source, name, _cause(error), isinstance(error, FileNotFoundError))
+        self._events.put(event)
+        if self._abandoned.is_set():
+            # It may have written after the caller removed the directory.
+            shutil.rmtree(self.staging, ignore_errors=True)
+
+    def _handle(self, event: _Event) -> None:
+        if isinstance(event, _Listed):
+            self._listed[event.source] = {found.name for found in event.found}
+            for found in event.found:
+                self._consider(event.source, found)
+        elif isinstance(event, _Staged):
+            self._install(event)
+        else:
+            self._failed(event)
+
+    def _consider(self, source: int, found: BundleInfo) -> None:
+        if found.name in self._done:
+            return
+        if found.name in self._elsewhere:
+            self._elsewhere[found.name].append((source, found))
+            return
+        self._elsewhere[found.name] = []
+        self._fetch(source, found)
+
+    def _fetch(self, source: int, found: BundleInfo) -> None:
+        self._start(source, found.name, lambda: self._stage(source, found))
+
+    def _stage(self, source: int, found: BundleInfo) -> _Event:
+        if found.size_bytes > self.limits.max_raw_bytes:
+            raise BundleError(
+                f"it has {found.size_bytes} bytes, more than the {self.limits.max_raw_bytes} of"
+                " WARMSTART_MAX_BUNDLE_BYTES"
+            )
+        bundles.check_room(self.staging, found.size_bytes, self.limits)
+        folder = self.staging / str(next(self._numbers))
+        folder.mkdir()
+        path = folder / "bundle"
+        self.sources[source].fetch(self.key, found, path)
+        entries = bundles.stage(path, found.name, folder, self.limits)
+        path.unlink()
+        return _Staged(source, found.name, folder, entries)
+
+    def _install(self, staged: _Staged) -> None:
+        try:
+            self._check_total(staged.entries)
+            bundles.install(staged.entries, staged.folder, self.live)
+        except (OSError, BundleError) as error:
+            self._skip(staged.source, staged.name, _cause(error))
+        else:
+            self._done.add(staged.name)
+            known = set(self.installed)
+            self.installed += [item for item in staged.entries if item not in known]
+        finally:
+            shutil.rmtree(staged.folder, ignore_errors=True)
+
+    def _check_total(self, entries: Sequence[Entry]) -> None:
+        total_bytes = sum(item.size_bytes for item in {*self.installed, *entries})
+        if total_bytes > self.limits.max_raw_bytes or len(self.installed) + len(entries) > self.limits.max_files:
+            raise BundleError(
+                f"with it the version's bundles pass {size(self.limits.max_raw_bytes)} (WARMSTART_MAX_BUNDLE_BYTES) or"
+                f" {self.limits.max_files} files"
+            )
+
+    def _failed(self, event: _Failed) -> None:
+        if others := self._elsewhere.get(event.name):
+            self._fetch(*others.pop(0))
+        elif event.name and event.gone:
+            self._gone(event)
+        else:
+            self._skip(event.source, event.name, event.cause)
+
+    def _gone(self, event: _Failed) -> None:
+        """A compaction may remove what was just listed; its files are then in a bundle that a new listing names."""
+        del self._elsewhere[event.name]
+        if event.source not in self._relisted:
+            self._relisted.add(event.source)
+            self._listed[event.source] = set()
+            self._list(event.source)
+        elif event.name in self._listed[event.source]:
+            self._skip(event.source, event.name, "it is listed, but is not there")
+
+    def _skip(self, source: int, name: str, cause: str) -> None:
+        what = f"bundle {name[:12]} of " if name else ""
+        self._skipped.append(f"{what}{self.sources[source].location} was skipped: {cause}")
+
+
+def _late(what: str, deadline_s: float, started: float) -> Persisted:
+    reason = f"{what} within {deadline_s:g} s; the files stay pending and are published by the next save"
+    return Persisted(PersistOutcome.FAILED, reason, seconds=time.monotonic() - started)
+
+
+def _cause(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{type(error).__name__}, {error.strerror}"
+    return str(error).rstrip(".") or type(error).__name__
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _dropped(entries: Sequence[Entry], limits: Limits) -> str:
+    total_bytes = sum(item.size_bytes for item in entries)
+    largest = max(entries, key=lambda item: item.size_bytes)
+    return (
+        f"{_count(len(entries), 'file')} ({size(total_bytes)}, the largest {largest.path}) were not kept: a version's"
+        f" bundles are limited to {size(limits.max_raw_bytes)} in {limits.max_files} files of at most"
+        f" {size(limits.max_file_bytes)}; raise WARMSTART_MAX_BUNDLE_BYTES to keep them"
+    )
+
+
+def _remove_stale(live: Path) -> None:
+    """Removes our own temporary directories of processes that died; nothing else here is ours to delete."""
+    oldest = time.time() - STALE_S
+    for path in live.glob(f"{TEMPORARY_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if path.lstat().st_mtime < oldest:
+                shutil.rmtree(path)

@@ -1,0 +1,214 @@
+"""What the operator may set; the only module that reads the environment. Knows no torch and nothing of the model."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+PREFIX = "WARMSTART_"
+
+# Variables by which torch and attention are configured. They change what is compiled, so they are facts of the key ...
+_TORCH_PREFIXES = (
+    "TORCHINDUCTOR_",
+    "TORCHDYNAMO_",
+    "TORCH_COMPILE_",
+    "TRITON_",
+    "NVIDIA_TF32_OVERRIDE",
+    "DIFFUSERS_ATTN_",
+)
+# ... except those which only say where things lie, how many workers there are or what is logged.
+_NOT_FACTS = frozenset(
+    {
+        "TORCHINDUCTOR_CACHE_DIR",
+        "TORCHINDUCTOR_COMPILE_THREADS",
+        "TORCHINDUCTOR_WORKER_START",
+        "TORCHINDUCTOR_WORKER_LOGPATH",
+        "TORCH_COMPILE_DEBUG",
+        "TORCH_COMPILE_DEBUG_DIR",
+        "TRITON_CACHE_DIR",
+        "TRITON_DUMP_DIR",
+        "TRITON_HOME",
+    }
+)
+
+
+class SettingsError(ValueError):
+    """A setting has a value that cannot be used; the text names the variable, the value and what is allowed."""
+
+
+def _setting(default: Any, doc: str, *, choices: tuple[str, ...] = (), minimum: float | None = None) -> Any:
+    return dataclasses.field(default=default, metadata={"doc": doc, "choices": choices, "minimum": minimum})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Validated settings. Each field is the variable `WARMSTART_<NAME>`; docs/settings.md has a row for each."""
+
+    model: str = _setting("weights", "Directory in diffusers layout, or a Hugging Face hub id.")
+    model_revision: str = _setting("", "Commit or tag of a hub model. Needed with a hub id.")
+    model_version: str = _setting("", "Names the model version in the cache's key, in place of the derived one.")
+    device: str = _setting("auto", "auto, cpu, cuda or cuda:N.")
+    dtype: str = _setting(
+        "auto", "Precision. auto: bfloat16 on a GPU, else float32.", choices=("auto", "float32", "bfloat16", "float16")
+    )
+    compile: str = _setting(
+        "auto",
+        "auto serves eager if compiling fails, required makes that a setup error, off never compiles.",
+        choices=("auto", "required", "off"),
+    )
+    strategy: str = _setting(
+        "regional",
+        "regional compiles the repeated block once; whole compiles each part as one graph.",
+        choices=("regional", "whole"),
+    )
+    regions: tuple[str, ...] = _setting((), "Class names of the regions, comma-separated, in place of the found ones.")
+    parts: tuple[str, ...] = _setting((), "Components to compile, comma-separated, in place of the denoisers.")
+    mode: str = _setting(
+        "default",
+        "torch.compile's mode.",
+        choices=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
+    )
+    dynamic: str = _setting(
+        "auto",
+        "Sizes in the graphs. auto: fixed if one shape is planned, else symbolic.",
+        choices=("auto", "true", "false"),
+    )
+    fullgraph: bool = _setting(True, "Refuse graph breaks inside a region.")
+    unplanned: str = _setting(
+        "eager",
+        "A request that needs a graph which warm-up did not make: eager, compile it now, or reject.",
+        choices=("eager", "compile", "reject"),
+    )
+    setup_budget_s: float = _setting(0.0, "Stop warming further requests after this long; 0 is no limit.", minimum=0)
+    cache_url: str = _setting("cache", "Store to restore from and publish to: a directory or an object-store URL.")
+    restore_deadline_s: float = _setting(60.0, "Longest wait for the stores at boot.", minimum=0)
+    persist_deadline_s: float = _setting(60.0, "Longest wait for one save.", minimum=0)
+    max_bundle_bytes: int = _setting(4_000_000_000, "Most bytes that one bundle holds, unpacked.", minimum=1)
+    live_dir: str = _setting("", "Where compiled code lives while the process runs, in place of a directory per key.")
+    self_check: bool = _setting(True, "Compare each region with its eager self at boot.")
+    report_path: str = _setting("", "File to write the boot report to, as JSON.")
+
+    torch_cache_dir: str = ""
+    """TORCHINDUCTOR_CACHE_DIR as the platform or the user set it."""
+    torch_options: tuple[tuple[str, str], ...] = ()
+    """Torch's own variables which change what is compiled, sorted."""
+    threads: int = 1
+    """CPU threads of one operation; compiled CPU kernels are made for this number."""
+    visible_devices: str | None = None
+    """CUDA_VISIBLE_DEVICES, or None where it is not set."""
+    compiler: str | None = None
+    """CXX, or None where it is not set."""
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Settings:
+        """Reads and validates all settings.
+
+        Raises:
+            SettingsError: a value cannot be used, or a variable with our prefix is not a setting.
+        """
+        fields = {PREFIX + field.name.upper(): field for field in public_fields()}
+        values: dict[str, Any] = {}
+        for variable, text in sorted(environment.items()):
+            # WARMSTART_TEST_... belongs to the tests of whoever copies the template.
+            if not variable.startswith(PREFIX) or variable.startswith(PREFIX + "TEST_"):
+                continue
+            if variable not in fields:
+                raise SettingsError(_unknown(variable, fields))
+            # An empty value is an unset one, so that a deploy file can name a variable and leave it alone.
+            if text.strip():
+                values[fields[variable].name] = _parse(variable, text.strip(), fields[variable])
+        settings = cls(**values, **_surroundings(environment))
+        settings._check()
+        return settings
+
+    def _check(self) -> None:
+        if self.device not in ("auto", "cpu", "cuda") and not self.device.removeprefix("cuda:").isdecimal():
+            raise SettingsError(_bad("WARMSTART_DEVICE", self.device, "auto, cpu, cuda or cuda:N"))
+        if not Path(self.model).is_dir() and not _is_hub_id(self.model):
+            raise SettingsError(
+                f"WARMSTART_MODEL is {self.model!r}, which is no directory under {Path.cwd()} and no hub id"
+                " (owner/name), so there is nothing to load; put the model there or name another directory."
+            )
+
+
+def public_fields() -> list[dataclasses.Field[Any]]:
+    """The fields that are settings, in order; the others are read from the surroundings."""
+    return [field for field in dataclasses.fields(Settings) if "doc" in field.metadata]
+
+
+def _surroundings(environment: Mapping[str, str]) -> dict[str, Any]:
+    options = {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(_TORCH_PREFIXES) and name not in _NOT_FACTS and value
+    }
+    return {
+        "torch_cache_dir": environment.get("TORCHINDUCTOR_CACHE_DIR", ""),
+        "torch_options": tuple(sorted(options.items())),
+        "threads": _threads(environment),
+        "visible_devices": environment.get("CUDA_VISIBLE_DEVICES"),
+        "compiler": environment.get("CXX") or None,
+    }
+
+
+def _threads(environment: Mapping[str, str]) -> int:
+    """As many as OpenMP would take: OMP_NUM_THREADS (its first level), else the cores this process may use."""
+    first = environment.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    if first.isdecimal() and int(first) > 0:
+        return int(first)
+    return len(os.sched_getaffinity(0))
+
+
+def _parse(variable: str, text: str, field: dataclasses.Field[Any]) -> Any:
+    if choices := field.metadata["choices"]:
+        if text not in choices:
+            raise SettingsError(_bad(variable, text, ", ".join(choices)))
+        return text
+    if isinstance(field.default, bool):
+        return _parse_bool(variable, text)
+    if isinstance(field.default, (int, float)):
+        return _parse_number(variable, text, type(field.default), field.metadata["minimum"])
+    if isinstance(field.default, tuple):
+        return tuple(item.strip() for item in text.split(",") if item.strip())
+    return text
+
+
+def _parse_bool(variable: str, text: str) -> bool:
+    words = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+    if text.lower() not in words:
+        raise SettingsError(_bad(variable, text, "true or false"))
+    return words[text.lower()]
+
+
+def _parse_number(variable: str, text: str, kind: type[int] | type[float], minimum: float) -> float:
+    allowed = f"{'a whole number' if kind is int else 'a number'} of at least {minimum:g}"
+    try:
+        value = kind(text)
+    except ValueError:
+        raise SettingsError(_bad(variable, text, allowed)) from None
+    # Written so that "nan" is refused too; "inf" would overflow the clock's arithmetic.
+    if not minimum <= value < 1e15:
+        raise SettingsError(_bad(variable, text, allowed))
+    return value
+
+
+def _bad(variable: str, value: str, allowed: str) -> str:
+    return f"{variable} is {value!r}, which cannot be used; allowed: {allowed}. Correct or unset it."
+
+
+def _unknown(variable: str, known: Mapping[str, Any]) -> str:
+    near = difflib.get_close_matches(variable, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else "docs/settings.md lists all settings."
+    return f"{variable} is set, but there is no such setting, so it would have no effect; {hint}"
+
+
+def _is_hub_id(model: str) -> bool:
+    owner, slash, name = model.partition("/")
+    return bool(slash and owner and name) and "/" not in name and not model.startswith((".", "~"))
