@@ -1,7 +1,7 @@
-"""The Predictor that Cog serves. Edit SHAPES, the inputs and `request` for your model.
+"""The Predictor that Cog serves. To serve your own model, edit SHAPES, `request` and the inputs of `run`.
 
-Everything that can be asked for is planned: `setup` warms each shape at each number of
-outputs, so no prediction pays for a compile.
+All that can be asked for is planned: `setup` warms each shape at each number of outputs, so no prediction waits for a
+compile.
 """
 
 import random
@@ -18,7 +18,7 @@ MAX_OUTPUTS = 4
 
 
 def request(prompt: str, aspect_ratio: str, outputs: int, steps: int, guidance: float, seed: int) -> warmstart.Request:
-    """Say in the pipeline's own words what one prediction asks for."""
+    """Says in the pipeline's own words what one prediction asks for."""
     width, height = SHAPES[aspect_ratio]
     return warmstart.Request(
         label=f"{aspect_ratio} x{outputs}",
@@ -36,15 +36,19 @@ def request(prompt: str, aspect_ratio: str, outputs: int, steps: int, guidance: 
     )
 
 
+def plan() -> list[warmstart.Request]:
+    """One request for each kind that a user can make; steps, guidance, seed and prompt need no graphs of their own."""
+    return [
+        request("a handwritten seven", shape, outputs, steps=2, guidance=2.0, seed=0)
+        for shape in SHAPES
+        for outputs in range(1, MAX_OUTPUTS + 1)
+    ]
+
+
 class Predictor(BaseRunner):
     def setup(self) -> None:
-        """Load, compile and warm the model; return once every planned request is fast."""
-        plan = [
-            request("a handwritten seven", shape, outputs, steps=2, guidance=2.0, seed=0)
-            for shape in SHAPES
-            for outputs in range(1, MAX_OUTPUTS + 1)
-        ]
-        self.model = warmstart.boot(plan, sources=[__file__])
+        """Loads, compiles and warms the model."""
+        self.model = warmstart.boot(plan(), sources=[__file__])
 
     def run(
         self,
@@ -54,20 +58,37 @@ class Predictor(BaseRunner):
         ),
         num_outputs: int = Input(default=1, ge=1, le=4, description="How many pictures to draw."),
         num_inference_steps: int = Input(
-            default=8, ge=1, le=50, description="Denoising steps. More take longer; beyond 8 little changes."
+            default=8, ge=1, le=50, description="Denoising steps. Fewer are faster; beyond 8 little changes."
         ),
         guidance: float = Input(
             default=1.0,
             ge=1.0,
             le=5.0,
-            description="How strictly to follow the prompt. Above 1 each step runs the model twice.",
+            description="How strictly to follow the prompt. Above 1 every step runs the model twice.",
         ),
-        seed: int = Input(default=None, description="Draws the same picture again. Left out, one is drawn and logged."),
+        seed: int | None = Input(
+            default=None,
+            ge=0,
+            le=4294967295,
+            description="The same seed and inputs draw the same picture. Left out, one is drawn and logged.",
+        ),
         upscale: int = Input(default=4, ge=1, le=16, description="Enlarge the picture this many times."),
         output_format: str = Input(default="webp", choices=["webp", "png", "jpg"], description="Format of the files."),
         output_quality: int = Input(
-            default=90, ge=1, le=100, description="Quality of webp and jpg files, 1 to 100; png ignores it."
+            default=90, ge=1, le=100, description="Quality of webp and jpg files; png is lossless and ignores it."
         ),
     ) -> list[Path]:
-        """Draw pictures of handwritten digits."""
-        ...
+        """Draws pictures of handwritten digits."""
+        if seed is None:
+            seed = random.randrange(2**32)  # noqa: S311
+        print(f"seed: {seed}")
+        result = self.model(request(prompt, aspect_ratio, num_outputs, num_inference_steps, guidance, seed))
+        if result.reason:
+            print(result.reason)
+        self.record_metric("model_seconds", result.seconds)
+        self.record_metric("graphs_compiled", result.graphs)
+        folder = LocalPath(tempfile.mkdtemp(prefix="prediction-"))
+        files = [folder / f"{index}.{output_format}" for index in range(len(result.outputs))]
+        for image, file in zip(result.outputs, files, strict=True):
+            image.resize((image.width * upscale, image.height * upscale)).save(file, quality=output_quality)
+        return [Path(file) for file in files]

@@ -108,6 +108,7 @@ class Server:
 
     def start(self) -> None:
         """Write the schema, as the image has it, and start the server; setup() runs on after the return."""
+        _check_port(self.host, self.port)
         file, name = _openapi.target(self.root, self.target)
         _openapi.write(self.root, self.target)
         environment = {**os.environ, "COG_PREDICT_TYPE_STUB": f"{file.relative_to(self.root)}:{name}"}
@@ -148,7 +149,7 @@ class Server:
         if self._ended() is not None:
             self._fail(f"The server ended with {self._ended()} before it was ready")
         with contextlib.suppress(OSError):  # it does not listen yet
-            status = self.get("/health-check").body.get("status", "")
+            status = self.health().get("status", "")
         if status == "SETUP_FAILED":
             self._fail(f"setup() failed: {self.setup_logs()}")
         if status == "STARTING" and self._worker_never_came():
@@ -248,11 +249,12 @@ class Server:
         """Take in the log: the server writes a JSON object a line; what is none comes from Python itself."""
         assert self._process is not None
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            said, printed = _message(line.rstrip("\n"))
-            self._lines.append(said)
-            if printed and self._on_line is not None:
-                self._on_line(said)
+        with self._process.stdout as log:
+            for line in log:
+                said, printed = _message(line.rstrip("\n"))
+                self._lines.append(said)
+                if printed and self._on_line is not None:
+                    self._on_line(said)
 
     def _fail(self, what: str) -> None:
         time.sleep(POLL_S)  # the last lines are still on their way
@@ -268,11 +270,22 @@ class Server:
 
     def health(self) -> dict[str, Any]:
         """Return the body of /health-check."""
-        body: dict[str, Any] = self.get("/health-check").body
-        return body
+        body = self.get("/health-check").body
+        return body if isinstance(body, dict) else {}
+
+    def wait_idle(self, timeout_s: float = 60) -> bool:
+        """Wait until no prediction runs, and tell whether that came about."""
+        deadline = time.monotonic() + timeout_s
+        while self.health().get("status") == "BUSY":
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
+        return True
 
     def predict(self, inputs: Mapping[str, Any], *, asynchronous: bool = False, **fields: Any) -> Answer:
         """Ask for a prediction and, unless asynchronous, wait for it; `fields` are more of the request's fields."""
+        # The server answers a little before it is free again: a next request at once would meet 409, at capacity.
+        self.wait_idle()
         headers = {"Prefer": "respond-async"} if asynchronous else {}
         return self.post("/predictions", {"input": dict(inputs), **fields}, headers=headers)
 
@@ -365,6 +378,18 @@ def _free_port(host: str) -> int:
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
+
+
+def _check_port(host: str, port: int) -> None:
+    """Raise unless the port can be listened on; the server itself would end with a traceback."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except (OSError, OverflowError) as error:
+            raise ServerError(
+                f"The server cannot listen on {host}, port {port}: {error}. Choose another port or address."
+            ) from None
 
 
 def _path_to_python() -> str:

@@ -31,9 +31,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import digits
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
+import transformers
 from diffusers import (
     AutoencoderKL,
     FlowMatchEulerDiscreteScheduler,
@@ -66,8 +68,11 @@ SINGLE_BLOCKS = 8
 ROPE_AXES = (4, 6, 6)
 TEXT_LAYERS = 2
 CLIP_TOKENS = 32  # only the pooled output is used, so this length costs the transformer nothing
-LONG_TEXT = (64, 512)  # rarer T5 lengths: callers who pass a longer max_sequence_length, or none
+# T5 tokens per prompt: the usual number, and rarer ones for callers who pass another max_sequence_length, or none.
+TEXT_LENGTHS = (digits.MAX_SEQUENCE_LENGTH, 64, 512)
+SHRINK = (1, 2, 8)  # what a batch is divided by at each of these lengths, to bound its time
 MAX_BYTES = 12_000_000
+EARLY_PARTS = ("vae", "text_encoder", "text_encoder_2")  # finished before the transformer starts
 
 # Stage 1
 VAE_BATCH = 48
@@ -75,6 +80,7 @@ VAE_RATE = 3e-3
 # Stage 2
 TEXT_BATCH = 128
 TEXT_RATE = 2e-3
+TEXT_LENGTH_SHARES = (0.78, 0.2, 0.02)
 NO_DIGIT = 10  # the label of a prompt that names none
 # Stage 3
 BATCH = 96
@@ -84,8 +90,7 @@ EMA = 0.998
 EMPTY_SHARE = 0.07  # trained without a prompt: what true classifier-free guidance steers away from
 UNKNOWN_SHARE = 0.03  # trained with a prompt that names no digit
 SHAPE_SHARES = {"1:1": 0.5, "3:2": 0.25, "2:3": 0.25}
-LONG_TEXT_SHARES = (0.03, 0.015)
-CHECKPOINT_EVERY = 200
+LENGTH_SHARES = (0.955, 0.03, 0.015)
 
 
 @dataclass(frozen=True)
@@ -96,12 +101,13 @@ class Budget:
     text_steps: int = 700
     steps: int = 4600  # of the transformer
     variants: int = 16  # differently moved, turned and scaled copies of every digit in every shape
-    prompts: int = 500  # different prompts for every digit
+    prompts: tuple[int, int, int] = (500, 62, 15)  # different prompts for every digit, at each text length
+    checkpoint_every: int = 200  # steps of the transformer
     seeds: int = 20  # pictures of every digit that are measured in every shape
 
 
 FULL = Budget()
-SMOKE = Budget(vae_steps=4, text_steps=4, steps=6, variants=1, prompts=32, seeds=1)
+SMOKE = Budget(vae_steps=4, text_steps=4, steps=6, variants=1, prompts=(32, 4, 1), checkpoint_every=2, seeds=1)
 
 
 # ------------------------------------------------------------------------------------------- prompts
@@ -138,13 +144,21 @@ def random_case(rng: random.Random, text: str) -> str:
     draw = rng.random()
     if draw < 0.7:
         return text
-    return text[:1].upper() + text[1:] if draw < 0.88 else text.title() if draw < 0.94 else text.upper()
+    if draw < 0.88:
+        return text[:1].upper() + text[1:]
+    return text.title() if draw < 0.94 else text.upper()
+
+
+def random_word(rng: random.Random) -> str:
+    """Mostly a known word, sometimes one made of random letters."""
+    if rng.random() < 0.15:
+        return "".join(rng.choices(ALPHABET, k=rng.randint(2, 8)))
+    return rng.choice(FILLER)
 
 
 def random_words(rng: random.Random, most: int) -> list[str]:
-    """Up to `most` words, mostly known ones, some made of random letters."""
-    made_up = lambda: "".join(rng.choices(ALPHABET, k=rng.randint(2, 8)))  # noqa: E731
-    return [made_up() if rng.random() < 0.15 else rng.choice(FILLER) for _ in range(rng.randint(0, most))]
+    """Up to `most` words."""
+    return [random_word(rng) for _ in range(rng.randint(0, most))]
 
 
 def random_prompt(rng: random.Random, label: int) -> str:
@@ -252,6 +266,7 @@ def build_pipeline(seed: int) -> FluxPipeline:
 
 
 def build_vae() -> AutoencoderKL:
+    """FLUX's autoencoder with few channels and one layer per level."""
     levels = len(VAE_CHANNELS)
     return AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * levels,
@@ -267,6 +282,7 @@ def build_vae() -> AutoencoderKL:
 
 
 def build_clip(tokenizer: CLIPTokenizer) -> CLIPTextModel:
+    """The encoder of the pooled prompt, which tells every block what to draw."""
     config = CLIPTextConfig(
         vocab_size=len(tokenizer),
         hidden_size=WIDTH,
@@ -284,6 +300,7 @@ def build_clip(tokenizer: CLIPTokenizer) -> CLIPTextModel:
 
 
 def build_t5(tokenizer: T5Tokenizer) -> T5EncoderModel:
+    """The encoder of the prompt's tokens, to which the picture's tokens attend."""
     config = T5Config(
         vocab_size=len(tokenizer),
         d_model=WIDTH,
@@ -300,6 +317,7 @@ def build_t5(tokenizer: T5Tokenizer) -> T5EncoderModel:
 
 
 def build_transformer() -> FluxTransformer2DModel:
+    """FLUX's transformer with few and narrow blocks, and no embedding of guidance."""
     model = FluxTransformer2DModel(
         patch_size=1,
         in_channels=4 * LATENT_CHANNELS,
@@ -393,10 +411,12 @@ def generator_images() -> Tensor:
 
 
 def pick(n: int, count: int, generator: torch.Generator) -> Tensor:
+    """Return `count` row numbers below `n`, with repetition."""
     return torch.randint(n, (count,), generator=generator)
 
 
 def pick_one(shares: Sequence[float], generator: torch.Generator) -> int:
+    """Return a position in `shares`, each with its share as the probability."""
     return int(torch.multinomial(torch.tensor(shares), 1, generator=generator))
 
 
@@ -438,24 +458,19 @@ def train_text_encoders(run: Run) -> None:
     optimizer = torch.optim.AdamW(parameters, weight_decay=0.01)
     with progress("2/4 text encoders", steps) as bar:
         for step in range(steps):
-            length, shrink = pick_text_length((0.2, 0.02), generator)
-            labels = [rng.randint(0, NO_DIGIT) for _ in range(TEXT_BATCH // shrink)]
+            length = pick_one(TEXT_LENGTH_SHARES, generator)
+            labels = [rng.randint(0, NO_DIGIT) for _ in range(TEXT_BATCH // SHRINK[length])]
             prompts = [random_prompt(rng, label) for label in labels]
             pooled = clip(tokenize(run.pipeline.tokenizer, prompts, CLIP_TOKENS)).pooler_output
-            tokens = t5(tokenize(run.pipeline.tokenizer_2, prompts, length))[0]
+            tokens = t5(tokenize(run.pipeline.tokenizer_2, prompts, TEXT_LENGTHS[length]))[0]
             target = torch.tensor(labels)
             loss = F.cross_entropy(readouts[0](pooled), target)
             loss = loss + F.cross_entropy(readouts[1](tokens.mean(dim=1)), target)
             descend(optimizer, parameters, loss, learning_rate(step, steps, TEXT_RATE, 30))
             bar.set_postfix(loss=f"{loss.item():.4f}", refresh=False)
             bar.update()
-    clip.eval(), t5.eval()
-
-
-def pick_text_length(shares: Sequence[float], generator: torch.Generator) -> tuple[int, int]:
-    """Return `(T5 tokens, divisor of the batch)`: long texts are rare and come in small batches."""
-    choice = pick_one([1 - sum(shares), *shares], generator)
-    return (digits.MAX_SEQUENCE_LENGTH, *LONG_TEXT)[choice], (1, 2, 8)[choice]
+    clip.eval()
+    t5.eval()
 
 
 @dataclass(frozen=True)
@@ -537,8 +552,8 @@ class TransformerTraining:
         self.step, self.steps = 0, run.budget.steps
         rng = random.Random(run.seed)
         self.texts = [
-            encode_texts(run.pipeline, length, max(1, run.budget.prompts // shrink), rng)
-            for length, shrink in zip((digits.MAX_SEQUENCE_LENGTH, *LONG_TEXT), (1, 8, 32), strict=True)
+            encode_texts(run.pipeline, length, prompts, rng)
+            for length, prompts in zip(TEXT_LENGTHS, run.budget.prompts, strict=True)
         ]
         self.latents = [
             encode_pictures(run.pipeline, shape, run.budget.variants, self.generator) for shape in SHAPE_SHARES
@@ -547,9 +562,9 @@ class TransformerTraining:
     def loss(self) -> Tensor:
         """The mean squared error on one batch: one shape, one text length, mixed digits and noise levels."""
         latents = self.latents[pick_one(list(SHAPE_SHARES.values()), self.generator)]
-        length, shrink = pick_text_length(LONG_TEXT_SHARES, self.generator)
-        texts = self.texts[(digits.MAX_SEQUENCE_LENGTH, *LONG_TEXT).index(length)]
-        rows = pick(len(latents.labels), BATCH // shrink, self.generator)
+        length = pick_one(LENGTH_SHARES, self.generator)
+        texts = self.texts[length]
+        rows = pick(len(latents.labels), BATCH // SHRINK[length], self.generator)
         chosen = pick_texts(texts, latents.labels[rows], self.generator)
         clean = latents.packed[rows]
         noise = torch.randn(clean.shape, generator=self.generator)
@@ -560,7 +575,7 @@ class TransformerTraining:
             timestep=level,
             pooled_projections=texts.pooled[chosen],
             encoder_hidden_states=texts.tokens[chosen],
-            txt_ids=torch.zeros(length, 3),
+            txt_ids=torch.zeros(TEXT_LENGTHS[length], 3),
             img_ids=latents.ids,
             return_dict=False,
         )[0]
@@ -578,13 +593,14 @@ class TransformerTraining:
         return loss.item()
 
     def train(self) -> None:
+        """Go on to the last step, then put the averaged weights into the pipeline."""
         recent = 1.0
         with progress("3/4 transformer", self.steps, self.step) as bar:
             while self.step < self.steps:
                 recent += (self.advance() - recent) * 0.02
                 bar.set_postfix(loss=f"{recent:.4f}", refresh=False)
                 bar.update()
-                if self.step % CHECKPOINT_EVERY == 0 and self.step < self.steps:
+                if self.step % self.run.budget.checkpoint_every == 0 and self.step < self.steps:
                     self.save()
         self.use_average()
 
@@ -596,6 +612,7 @@ class TransformerTraining:
         self.model.eval()
 
     def save(self) -> None:
+        """Keep all that the next step depends on; a kill leaves the file before or the file after."""
         state = {
             "step": self.step,
             "model": self.model.state_dict(),
@@ -603,11 +620,10 @@ class TransformerTraining:
             "optimizer": self.optimizer.state_dict(),
             "generator": self.generator.get_state(),
         }
-        partial = self.run.work / "transformer.pt.partial"
-        torch.save(state, partial)
-        partial.replace(self.run.work / "transformer.pt")
+        save_atomically(state, self.run.work / "transformer.pt")
 
     def load(self) -> None:
+        """Continue where `save` was, if it was."""
         path = self.run.work / "transformer.pt"
         if not path.exists():
             return
@@ -619,27 +635,34 @@ class TransformerTraining:
         self.generator.set_state(state["generator"])
 
 
+def save_atomically(state: dict[str, Any], path: Path) -> None:
+    """Write a file so that a kill leaves the old one or the new one, never a part."""
+    partial = path.with_suffix(".partial")
+    torch.save(state, partial)
+    partial.replace(path)
+
+
 def finish_stage(run: Run, stage: int) -> None:
     """Keep what the first stages made, so that `--resume` need not repeat them."""
-    partial = run.work / "early.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    run.pipeline.save_pretrained(partial)
-    (partial / "stage").write_text(str(stage))
-    shutil.rmtree(run.work / "early", ignore_errors=True)
-    partial.replace(run.work / "early")
+    vae = run.pipeline.vae
+    state = {
+        "stage": stage,
+        "latents": {name: vae.config[name] for name in ("scaling_factor", "shift_factor")},
+        **{name: getattr(run.pipeline, name).state_dict() for name in EARLY_PARTS},
+    }
+    save_atomically(state, run.work / "early.pt")
 
 
 def finished_stage(run: Run) -> int:
     """Reload the parts that are finished; return how many stages they cover."""
-    early = run.work / "early"
-    if not (early / "stage").exists():
+    path = run.work / "early.pt"
+    if not path.exists():
         return 0
-    stage = int((early / "stage").read_text())
-    run.pipeline.vae = AutoencoderKL.from_pretrained(early / "vae").eval()
-    if stage >= 2:
-        run.pipeline.text_encoder = CLIPTextModel.from_pretrained(early / "text_encoder").eval()
-        run.pipeline.text_encoder_2 = T5EncoderModel.from_pretrained(early / "text_encoder_2").eval()
-    return stage
+    state = torch.load(path)
+    run.pipeline.vae.register_to_config(**state["latents"])
+    for name in EARLY_PARTS:
+        getattr(run.pipeline, name).load_state_dict(state[name])
+    return int(state["stage"])
 
 
 def train(run: Run) -> FluxPipeline:
@@ -693,8 +716,8 @@ fraction of a second. All parts are stock classes of diffusers and transformers,
 
 ## Made by
 
-`{command} --seed {seed}` in {minutes:.0f} minutes with {threads} CPU thread{plural}, torch {torch}:
-from random weights, on {learnt} of the 1,797 digits in scikit-learn's `load_digits`.
+`{command} --seed {seed} --threads {threads}` with torch {torch} in {minutes:.0f} minutes, from
+random weights, on {learnt} of the 1,797 digits in scikit-learn's `load_digits`.
 
 ## Quality
 
@@ -718,8 +741,8 @@ please keep the attribution above.
 
 
 def write_card(path: Path, run: Run, shares: dict[str, dict[str, float]], seconds: float) -> None:
+    """Write the README of the weights."""
     generator, judge = digits.halves()
-    threads = torch.get_num_threads()
     rows = [f"| {s} | {v['svc']:.1%} | {v['trees']:.1%} |" for s, v in shares.items()]
     text = CARD.format(
         sizes=", ".join(f"{w}x{h}" for w, h in digits.SHAPES.values()),
@@ -732,8 +755,7 @@ def write_card(path: Path, run: Run, shares: dict[str, dict[str, float]], second
         command=COMMAND,
         seed=run.seed,
         minutes=seconds / 60,
-        threads=threads,
-        plural="s"[: threads - 1],
+        threads=torch.get_num_threads(),
         torch=torch.__version__,
         learnt=len(generator.labels),
         judged=len(judge.labels),
@@ -754,36 +776,46 @@ def publish(pipeline: FluxPipeline, output: Path, card: Path | None = None) -> i
     """
     output.parent.mkdir(parents=True, exist_ok=True)
     new, old = (output.with_name(f"{output.name}.{part}-{os.getpid()}") for part in ("new", "old"))
-    shutil.rmtree(new, ignore_errors=True)
-    pipeline.save_pretrained(new, safe_serialization=True)
-    if card is not None:
-        shutil.copyfile(card, new / "README.md")
-    files = [path for path in new.rglob("*") if path.is_file()]
-    for path in files:
-        path.chmod(0o644)  # safetensors writes 0600, which the user of a container may not read
-    for path in (new, *(path for path in new.rglob("*") if path.is_dir())):
-        path.chmod(0o755)
-    size = sum(path.stat().st_size for path in files)
-    if size > MAX_BYTES:
-        raise SystemExit(f"error: the model takes {size:,} bytes, more than {MAX_BYTES:,}: make it smaller.")
-    if output.exists():
-        output.rename(old)
-    new.rename(output)
-    shutil.rmtree(old, ignore_errors=True)
+    try:
+        pipeline.save_pretrained(new, safe_serialization=True)
+        if card is not None:
+            shutil.copyfile(card, new / "README.md")
+        size = open_to_all(new)
+        if size > MAX_BYTES:
+            raise SystemExit(f"error: the model takes {size:,} bytes, more than {MAX_BYTES:,}: make it smaller.")
+        if output.exists():
+            output.rename(old)
+        new.rename(output)
+        return size
+    finally:
+        if old.exists() and not output.exists():
+            old.rename(output)
+        shutil.rmtree(new, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def open_to_all(directory: Path) -> int:
+    """Let every user read a directory's files, which safetensors writes for the owner only; return their size."""
+    size = 0
+    directory.chmod(0o755)
+    for path in directory.rglob("*"):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+        size += 0 if path.is_dir() else path.stat().st_size
     return size
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(
         prog=COMMAND,
         description="Train the default model from scratch and write it to weights/. Takes about half an "
-        "hour on two quiet CPU cores; Ctrl-C is safe, --resume continues.",
+        "hour on two quiet CPU cores. Ctrl-C is safe: --resume continues. Seed and thread count decide the weights.",
     )
     add = parser.add_argument
     add("--output", type=Path, default=ROOT / "weights", help="directory to replace (default: weights)")
     add("--work", type=Path, default=ROOT / "build" / "weights", help="unfinished work (default: build/weights)")
     add("--seed", type=int, default=0, help="another seed gives another, equally good model (default: 0)")
-    add("--threads", type=int, default=2, help="CPU threads; changes the weights by rounding (default: 2)")
+    add("--threads", type=int, choices=range(1, 65), metavar="N", default=2, help="CPU threads (default: 2)")
     add("--resume", action="store_true", help="continue what --work holds instead of starting anew")
     add("--smoke", action="store_true", help="a few steps of everything, in a minute: proves that it runs")
     return parser.parse_args(arguments)
@@ -812,8 +844,9 @@ def prepare_work(options: argparse.Namespace) -> None:
 
 def check_output(output: Path) -> None:
     """Refuse to replace a directory that is no model."""
-    if output.exists() and any(output.iterdir()) and not (output / "model_index.json").exists():
-        raise SystemExit(f"error: --output {output} is not a model (no model_index.json): name a new directory.")
+    replaceable = not output.exists() or (output / "model_index.json").exists()
+    if not replaceable and not (output.is_dir() and not any(output.iterdir())):
+        raise SystemExit(f"error: --output {output} holds something else than a model: name a new directory.")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -834,6 +867,8 @@ def make_weights(options: argparse.Namespace) -> None:
     prepare_work(options)
     torch.set_num_threads(options.threads)
     torch.use_deterministic_algorithms(True)
+    for library in (diffusers, transformers):
+        library.utils.logging.disable_progress_bar()  # they would break into ours
     budget = SMOKE if options.smoke else FULL
     run = Run(build_pipeline(options.seed), options.seed, budget, options.work)
     train(run)

@@ -6,8 +6,9 @@ package loads neither torch nor the model.
 
 from __future__ import annotations
 
-from warmstart.boot import Served, boot, current_key
+from warmstart.boot import boot, current_key
 from warmstart.models import Request, Result
+from warmstart.served import Served, UnplannedRequestError
 from warmstart.settings import Settings, SettingsError
 
-__all__ = ["Request", "Result", "Served", "Settings", "SettingsError", "boot", "current_key"]
+__all__ = ["Request", "Result", "Served", "Settings", "SettingsError", "UnplannedRequestError", "boot", "current_key"]

@@ -80,9 +80,7 @@ def current_key(plan: Sequence[Request], *, sources: Sequence[str] = (), setting
     return Key(environment, _version_facts(plan, sources, settings, device))
 
 
-def _version_facts(
-    plan: Sequence[Request], sources: Sequence[str], settings: Settings, device: str
-) -> dict[str, str]:
+def _version_facts(plan: Sequence[Request], sources: Sequence[str], settings: Settings, device: str) -> dict[str, str]:
     package = Path(__file__).parent
     code = [Path(source) for source in sources] + [package / name for name in _GRAPH_SOURCES]
     return {
@@ -425,7 +423,6 @@ class _Boot:
                 f"WARMSTART_MODE={self.settings.mode} uses CUDA graphs, which belong to one thread, and each prediction"
                 " runs on another; use max-autotune-no-cudagraphs"
             )
-        counts = {name: value for name, value in asdict(self.counts).items()}
         boot_s = self.clock.total_s()
         return Report(
             outcome=outcome,
@@ -433,7 +430,7 @@ class _Boot:
             boot_s=boot_s,
             phases=dict(self.clock.seconds),
             background={"restore": self.restored.seconds},
-            counts=counts | {"kernels_built": self.kernels_built},
+            counts=asdict(self.counts) | {"kernels_built": self.kernels_built},
             regions=[_region_row(region) for region in self.regions],
             requests=[_request_row(item) for item in self.warmed],
             restored=_row(self.restored),

@@ -238,15 +238,19 @@ def _walk(root: Path, prefix: str) -> Iterator[tuple[str, FileStat]]:
     except OSError:  # removed by a neighbour since it was listed, or not ours to read
         return
     for item in found:
-        path = prefix + item.name
-        if item.is_dir(follow_symlinks=False):
-            if refusal(f"{path}/x") is None:
-                yield from _walk(root, f"{path}/")
-        elif item.is_file(follow_symlinks=False) and refusal(path) is None:
-            with contextlib.suppress(FileNotFoundError):
-                got = item.stat(follow_symlinks=False)
-                if got.st_size:
-                    yield path, FileStat(got.st_size, got.st_mtime_ns, got.st_ino)
+        # A neighbour may remove or replace it between the listing and the look.
+        with contextlib.suppress(OSError):
+            yield from _look(root, prefix + item.name, item)
+
+
+def _look(root: Path, path: str, item: os.DirEntry[str]) -> Iterator[tuple[str, FileStat]]:
+    if item.is_dir(follow_symlinks=False):
+        if refusal(f"{path}/x") is None:
+            yield from _walk(root, f"{path}/")
+    elif item.is_file(follow_symlinks=False) and refusal(path) is None:
+        got = item.stat(follow_symlinks=False)
+        if got.st_size:
+            yield path, FileStat(got.st_size, got.st_mtime_ns, got.st_ino)
 
 
 def _lock_is_held(root: Path, path: str) -> bool:

@@ -127,9 +127,9 @@ class Cache:
         )
         try:
             work.start()
-        except BaseException:
+        except RuntimeError as error:  # the container's limit of threads
             self._saving.release()
-            raise
+            return Persisted(PersistOutcome.FAILED, f"nothing was published, as {_cause(error)}")
         try:
             return answer.get(timeout=max(0.0, started + deadline_s - time.monotonic()))
         except queue.Empty:
@@ -317,9 +317,13 @@ class _Restore:
     def _start(self, source: int, name: str, job: Callable[[], _Event]) -> None:
         self._running += 1
         # Daemons: a thread that hangs in a store must not keep the process from ending.
-        threading.Thread(
+        work = threading.Thread(
             target=self._work, args=(source, name, job), name=f"warmstart-restore-{source}", daemon=True
-        ).start()
+        )
+        try:
+            work.start()
+        except RuntimeError as error:  # the container's limit of threads
+            self._events.put(_Failed(source, name, _cause(error), gone=False))
 
     def _list(self, source: int) -> None:
         self._start(source, "", lambda: _Listed(source, self.sources[source].bundles(self.key)))

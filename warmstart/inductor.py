@@ -137,13 +137,21 @@ def compiling(*, allowed: bool) -> Iterator[None]:
         allowed: whether a graph that is missing may be compiled; if not, such a call runs eagerly.
     """
     import torch
-    import torch.fx.experimental._config as shapes
+    import torch._dynamo.config as dynamo
+    from torch.fx.experimental import _config as shapes
 
     stance = "default" if allowed else "eager_on_recompile"
     # Inference mode rather than no_grad: its tensors are no views of a base, and guards on the base's strides would
     # cost one more graph per region. Without duck shaping two sizes that happen to be equal at the first call (16
     # picture tokens, 16 text tokens) are not taken to be equal for ever (pytorch/pytorch#160271).
-    with torch.inference_mode(), shapes.patch(use_duck_shape=False), torch.compiler.set_stance(stance):
+    # Constants such as a norm's epsilon stay constants: as symbols they have each region traced twice, and the first
+    # trace is a cache miss on every boot.
+    with (
+        torch.inference_mode(),
+        shapes.patch(use_duck_shape=False),  # type: ignore[attr-defined]
+        dynamo.patch(specialize_float=True),
+        torch.compiler.set_stance(stance),
+    ):
         yield
 
 

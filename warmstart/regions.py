@@ -117,7 +117,8 @@ def compile_in_place(regions: Sequence[Region], options: CompileOptions) -> None
             module.compile(**options.arguments())
             # `compile` stores what `Module.__call__` then uses. It is wrapped, since what the compiled code is given
             # must be prepared outside it.
-            module._compiled_call_impl = _Call(region, module, module._compiled_call_impl)
+            compiled: Any = module._compiled_call_impl
+            module._compiled_call_impl = _Call(region, module, compiled)
 
 
 def check_next_call(regions: Sequence[Region]) -> None:
@@ -146,7 +147,7 @@ class _Call:
 
     def __init__(self, region: Region, module: nn.Module, compiled: Callable[..., Any]) -> None:
         self._region = region
-        self._module = module
+        self._eager: Callable[..., Any] = module._call_impl
         self._compiled = compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -154,7 +155,7 @@ class _Call:
         region.calls += 1
         # A whole-model compile that meets this call while tracing goes through to the module, and so does eager.
         if region.eager or torch.compiler.is_compiling():
-            return self._module._call_impl(*args, **kwargs)
+            return self._eager(*args, **kwargs)
         args = canonical(args)
         kwargs = {name: canonical(value) for name, value in kwargs.items()}
         before = inductor.counts()
@@ -164,7 +165,7 @@ class _Call:
             region.counts += inductor.counts() - before
         if region.checking:
             region.checking = False
-            self._check(output, self._module._call_impl(*args, **kwargs))
+            self._check(output, self._eager(*args, **kwargs))
         return output
 
     def _check(self, output: Any, expected: Any) -> None:

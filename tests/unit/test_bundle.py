@@ -213,6 +213,15 @@ def test_limits_hold_both_ways(tree: Path, tmp_path: Path, limits: Limits, match
     refused(tmp_path, packed(tree, tmp_path / "out").path.read_bytes(), match, limits)
 
 
+def test_the_limit_is_on_unpacked_bytes(tmp_path: Path) -> None:
+    """What compresses well is measured by what it becomes."""
+    tree = fill(tmp_path / "tree", {"ab/1": bytes(60_000), "ab/2": bytes(60_000)})
+    small = Limits(max_raw_bytes=100_000, reserve_bytes=0)
+    with pytest.raises(BundleError, match="The files have 120000 bytes"):
+        packed(tree, tmp_path / "out", small)
+    refused(tmp_path, packed(tree, tmp_path / "out").path.read_bytes(), "The files have 120000 bytes", small)
+
+
 def test_memory_does_not_grow_with_a_file(tmp_path: Path) -> None:
     big = tmp_path / "tree/ab/big"
     big.parent.mkdir(parents=True)
@@ -240,6 +249,13 @@ def test_a_file_that_is_there_and_equal_is_left_alone(tree: Path, tmp_path: Path
     after = (live / GRAPH).stat()
     assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
     assert contents(live) == TREE | {"sh/mine": b"mine"}
+
+
+def test_a_file_of_the_same_size_and_other_content_is_replaced(tree: Path, tmp_path: Path) -> None:
+    made = packed(tree, tmp_path / "out")
+    live = fill(tmp_path / "live", {GRAPH: b"other" * 400})
+    bundle.unpack(made.path, made.name, live, LIMITS)
+    assert contents(live) == TREE
 
 
 def test_a_truncated_file_is_healed_and_open_readers_keep_theirs(tree: Path, tmp_path: Path) -> None:

@@ -211,6 +211,21 @@ def test_whatever_a_store_raises_is_a_reason(tmp_path: Path, error: BaseExceptio
     assert contents(tmp_path / "live") == {"ab/2": b"2"}
 
 
+def test_a_machine_out_of_threads_is_a_reason(
+    store: DirectoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = Cache([store], store, key(), fill(tmp_path / "live", TREE), LIMITS)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            threading.Thread, "start", lambda _: (_ for _ in ()).throw(RuntimeError("can't start new thread"))
+        )
+        restored, saved = one.restore(LONG_S), one.persist(LONG_S)
+    assert (restored.outcome, saved.outcome) == (RestoreOutcome.FAILED, PersistOutcome.FAILED)
+    assert "can't start new thread" in restored.reason
+    assert "can't start new thread" in saved.reason
+    assert one.persist(LONG_S).outcome is PersistOutcome.PUBLISHED
+
+
 def test_a_live_directory_that_cannot_be_is_a_reason(store: DirectoryStore, tmp_path: Path) -> None:
     publish(store, tmp_path, TREE)
     (tmp_path / "file").write_bytes(b"f")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import diffusers.utils.logging
 import torch
+import transformers.utils.logging
 from diffusers import DiffusionPipeline
 
 from warmstart.models import ModelError, Request
@@ -31,11 +34,14 @@ class DiffusersModel:
     """
 
     def __init__(self, source: str, *, revision: str, device: str, dtype: str) -> None:
+        _quiet()
         try:
-            pipeline = DiffusionPipeline.from_pretrained(
+            # diffusers ships no types.
+            load: Any = DiffusionPipeline.from_pretrained
+            pipeline = load(
                 source,
                 revision=revision or None,
-                torch_dtype=getattr(torch, dtype),
+                dtype=getattr(torch, dtype),
                 # Weights that are pickles can run code when they are read.
                 use_safetensors=True,
                 local_files_only=Path(source).is_dir(),
@@ -67,3 +73,10 @@ class DiffusersModel:
         # On the CPU whatever the device is, so that a seed means the same picture on every machine's generator.
         generators = [torch.Generator("cpu").manual_seed(seed) for seed in request.seeds]
         return list(self._pipeline(**request.inputs, generator=generators).images)
+
+
+def _quiet() -> None:
+    """Keeps bars and a hint about torchvision, which no picture needs here, out of the setup log."""
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.getLogger("transformers.utils.import_utils").setLevel(logging.ERROR)

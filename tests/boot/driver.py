@@ -1,0 +1,59 @@
+"""Runs in a fresh process: boots the project in the current directory, does what it is told, prints JSON last.
+
+    python tests/boot/driver.py '{"draw": [["7", "1:1", 1, 8, 1.0, 5]], "threads": 5, "before": "code to run first"}'
+"""
+
+import hashlib
+import json
+import sys
+import threading
+from pathlib import Path
+
+sys.path.insert(0, str(Path.cwd()))
+
+
+def main() -> None:
+    order = json.loads(sys.argv[1])
+    names: dict = {}
+    exec(order.get("before", ""), names)
+
+    import predict
+
+    import warmstart
+
+    plan = names.get("PLAN", predict.plan())
+    model = warmstart.boot(plan, sources=[predict.__file__])
+    answer = {"report": json.loads(model.report.json()), "drawn": [], "threads": []}
+    for inputs in order.get("draw", []):
+        answer["drawn"].append(draw(model, predict.request(*inputs), order.get("folder")))
+    for number in range(order.get("threads", 0)):
+        in_thread(lambda number=number: answer["threads"].append(ask_all(model, plan, number)))
+    if "after" in order:
+        names["model"] = model
+        exec(order["after"], names)
+        answer["after"] = names["answer"]
+    print("\n" + json.dumps(answer))
+
+
+def draw(model, request, folder) -> dict:
+    """One request's pictures by digest; kept as PNG where a folder is given."""
+    result = model(request)
+    digests = [hashlib.sha256(image.tobytes()).hexdigest() for image in result.outputs]
+    if folder:
+        for digest, image in zip(digests, result.outputs, strict=True):
+            image.save(Path(folder) / f"{digest}.png")
+    return {"label": request.label, "pictures": digests, "graphs": result.graphs, "reason": result.reason}
+
+
+def ask_all(model, plan, number) -> dict:
+    """Each planned request once from this thread: graphs compiled by its label."""
+    return {request.label: model(request).graphs for request in plan} | {"thread": threading.current_thread().name}
+
+
+def in_thread(work) -> None:
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+main()

@@ -1,0 +1,29 @@
+"""What every test may use: the project's own modules on the import path, its model, and an empty store."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+# Before pytest's own entries: the scripts' modules (_server, _openapi, digits) and the package under test.
+for directory in (ROOT, ROOT / "scripts"):
+    if str(directory) not in sys.path:
+        sys.path.insert(0, str(directory))
+
+
+@pytest.fixture(scope="session")
+def model_dir() -> Path:
+    """The model that tests draw with: the project's own, or the one that WARMSTART_TEST_MODEL names."""
+    model = Path(os.environ.get("WARMSTART_TEST_MODEL", ROOT / "weights")).resolve()
+    assert (model / "model_index.json").is_file(), f"{model} holds no model. Run scripts/train_default_weights."
+    return model
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """An empty store of this test's own."""
+    directory = tmp_path / "store"
+    directory.mkdir(mode=0o700)
+    return directory

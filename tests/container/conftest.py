@@ -1,0 +1,132 @@
+"""Servers for the tests that speak HTTP: one of the real model for a whole file, and one of a toy too."""
+
+import http.server
+import json
+import queue
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+from _server import Server
+
+ROOT = Path(__file__).resolve().parents[2]
+
+TOY = """
+import os, time
+from cog import BaseRunner, Input, Path
+
+class Predictor(BaseRunner):
+    def setup(self) -> None:
+        print("toy: setting up")
+        if os.environ.get("TOY_ERROR"):
+            raise RuntimeError(os.environ["TOY_ERROR"])
+        time.sleep(float(os.environ.get("TOY_SETUP_S", "0")))
+        print('warmstart.report {"outcome": "cold", "reason": "a first report", "phases": {}, "warnings": []}')
+        print('warmstart.report {"outcome": "warm", "reason": "nothing to do", "phases": {"idling": 0.25}, "warnings": ["mind the toy"]}')
+
+    def run(
+        self,
+        text: str,
+        count: int = Input(default=1, ge=1, le=4),
+        kind: str = Input(default="txt", choices=["txt", "bin"]),
+        output_format: str = Input(default="txt", choices=["txt", "csv"]),
+        image: Path | None = Input(default=None),
+        words: list[str] = Input(default=["a"]),
+        pause_s: float = 0.0,
+    ) -> list[Path]:
+        print(f"toy: words={words} image={image.read_text() if image else None} format={output_format}")
+        if text == "fail":
+            raise ValueError("asked to fail")
+        for _ in range(int(pause_s * 100)):
+            time.sleep(0.01)
+        files = [Path(f"{os.environ['TOY_DIR']}/{index}.{output_format}") for index in range(count)]
+        for index, file in enumerate(files):
+            file.write_text(f"{text} {index}")
+        return files
+"""  # noqa: E501
+
+
+@pytest.fixture(scope="session")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project whose Predictor needs no model."""
+    root = tmp_path_factory.mktemp("toy")
+    (root / "predict.py").write_text(TOY)
+    (root / "cog.yaml").write_text('run: "predict.py:Predictor"\n')
+    return root
+
+
+@pytest.fixture(scope="session")
+def boot_environment(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Settings for boots of the real model: one store for all tests, so that only the first boot compiles."""
+    return {"WARMSTART_MODEL": str(model_dir), "WARMSTART_CACHE_URL": str(tmp_path_factory.mktemp("store"))}
+
+
+@pytest.fixture(scope="module")
+def server(boot_environment: dict[str, str]) -> Iterator[Server]:
+    """The real model, served as its container serves it."""
+    with Server(ROOT, environment=boot_environment) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def command() -> Callable[[str], types.ModuleType]:
+    """Return a function that loads a command of scripts/ as a module."""
+
+    def load(name: str) -> types.ModuleType:
+        loader = SourceFileLoader(f"scripts_{name}", str(ROOT / "scripts" / name))
+        spec = spec_from_loader(loader.name, loader)
+        assert spec
+        module = module_from_spec(spec)
+        sys.modules[loader.name] = module
+        loader.exec_module(module)
+        return module
+
+    return load
+
+
+class Webhook:
+    """An address that keeps what is posted to it."""
+
+    def __init__(self) -> None:
+        self.events: queue.Queue[dict[str, Any]] = queue.Queue()
+        events = self.events
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                events.put(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}/hook"
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def until_done(self) -> list[dict[str, Any]]:
+        """Return the events up to the one that ends a prediction."""
+        events = [self.events.get(timeout=300)]
+        while events[-1]["status"] not in ("succeeded", "failed", "canceled"):
+            events.append(self.events.get(timeout=300))
+        return events
+
+
+@pytest.fixture
+def webhook() -> Iterator[Webhook]:
+    """A webhook of this test's own."""
+    with Webhook() as hook:
+        yield hook

@@ -1,0 +1,173 @@
+"""The stand-in for a container: it starts the real server, tells failures with their log, and leaves no process."""
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _server import Server, ServerError, descendants
+
+DEADLINE_S = 60
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    return {"TOY_DIR": str(tmp_path)}
+
+
+@pytest.fixture
+def running(toy: Path, environment: dict[str, str]) -> Iterator[Server]:
+    with Server(toy, environment=environment) as server:
+        yield server
+
+
+def gone(pid: int) -> bool:
+    """Wait until a process is gone; a zombie that nobody has fetched yet counts as gone."""
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def started(server: Server) -> int:
+    """Start a server and return its worker's id, once setup() runs."""
+    server.start()
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        worker = server.worker_pid()
+        if worker and "toy: setting up" in server.log():
+            return worker
+        time.sleep(0.05)
+    raise AssertionError("\n".join(server.log()))
+
+
+def test_the_last_report_is_read_from_the_setup_log(running: Server) -> None:
+    assert running.setup_report()["reason"] == "nothing to do"
+    assert "toy: setting up" in running.setup_logs()
+    assert running.health()["status"] == "READY"
+
+
+@pytest.mark.parametrize(
+    ("inputs", "field", "said"),
+    [
+        ({}, "text", "Field required"),
+        ({"text": 5}, "text", "not of type"),
+        ({"text": "a", "count": 5}, "count", "greater than the maximum of 4"),
+        ({"text": "a", "count": 0}, "count", "less than the minimum of 1"),
+        ({"text": "a", "count": "2"}, "count", "not of type"),
+        ({"text": "a", "kind": "xml"}, "kind", "is not one of"),
+        ({"text": "a", "image": None}, "image", "not of type"),
+        ({"text": "a", "words": "a"}, "words", "not of type"),
+    ],
+)
+def test_the_server_checks_requests_by_the_schema_that_was_written(
+    running: Server, inputs: dict[str, Any], field: str, said: str
+) -> None:
+    answer = running.predict(inputs)
+    assert answer.status == 422
+    (detail,) = answer.body["detail"]
+    assert detail["loc"] == ["body", "input", field]
+    assert said in detail["msg"]
+
+
+def test_the_server_hands_out_the_schema(running: Server) -> None:
+    document = running.get("/openapi.json").body
+    assert document["components"]["schemas"]["kind"]["enum"] == ["txt", "bin"]
+
+
+def test_nothing_is_left_after_a_stop(toy: Path, environment: dict[str, str]) -> None:
+    with Server(toy, environment=environment) as server:
+        pids = [server.init_pid(), server.worker_pid()]
+        assert all(pids)
+        assert server.predict({"text": "a"}).status == 200
+    assert all(gone(pid) for pid in pids if pid)
+    server.stop()  # a second time does nothing
+
+
+def test_a_worker_in_setup_is_gone_after_a_stop(toy: Path, environment: dict[str, str]) -> None:
+    """The server itself would leave it running: it notices the end of its parent only when setup() is over."""
+    server = Server(toy, environment={**environment, "TOY_SETUP_S": "600"})
+    try:
+        worker = started(server)
+    finally:
+        server.stop()
+    assert gone(worker)
+
+
+def test_a_worker_in_a_prediction_is_gone_after_a_stop(toy: Path, environment: dict[str, str]) -> None:
+    with Server(toy, environment=environment, stop_timeout_s=0.5) as server:
+        worker = server.worker_pid()
+        assert worker
+        assert server.predict({"text": "a", "pause_s": 600}, asynchronous=True).status == 202
+    assert gone(worker)
+
+
+def test_a_failing_setup_is_told_with_its_log(toy: Path) -> None:
+    server = Server(toy, environment={"TOY_ERROR": "no weights in here"})
+    with pytest.raises(ServerError, match=r"setup\(\) failed: .*RuntimeError: no weights in here") as caught, server:
+        pass
+    assert "  toy: setting up\n" in str(caught.value), "what setup() printed is in the error"
+    assert server.init_pid() is None
+
+
+def test_a_setup_that_takes_too_long_is_given_up(toy: Path) -> None:
+    server = Server(toy, environment={"TOY_SETUP_S": "600"}, setup_timeout_s=1)
+    with pytest.raises(ServerError, match=r"setup\(\) was not done after"), server:
+        pass
+    assert server.init_pid() is None
+
+
+def test_a_worker_killed_in_setup_is_told(toy: Path) -> None:
+    server = Server(toy, environment={"TOY_SETUP_S": "600"})
+    try:
+        os.kill(started(server), signal.SIGKILL)
+        with pytest.raises(ServerError, match="worker crashed"):
+            server.wait_ready()
+    finally:
+        server.stop()
+
+
+def test_a_worker_that_cannot_start_is_told(toy: Path, tmp_path: Path) -> None:
+    """The server says STARTING for ever when its `python` lacks the server's package."""
+    fake = tmp_path / "python"
+    fake.write_text("#!/bin/sh\necho 'Traceback: No module named coglet' >&2\nexit 1\n")
+    fake.chmod(0o755)
+    server = Server(toy, environment={"PATH": str(tmp_path)})
+    with pytest.raises(ServerError, match=r"ended before setup\(\)|setup\(\) failed"), server:
+        pass
+
+
+def test_a_port_in_use_is_told_before_anything_starts(toy: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ServerError, match=f"cannot listen on 127.0.0.1, port {port}: .*Choose another"):
+            Server(toy, port=port).start()
+
+
+def test_in_a_namespace_the_worker_dies_with_the_server(toy: Path, environment: dict[str, str]) -> None:
+    with Server(toy, environment=environment, namespace=True) as server:
+        worker = server.worker_pid()
+        assert worker
+        assert len(descendants(server.init_pid() or 0)) == 2, "tini has the server below it, and that the worker"
+        assert server.predict({"text": "a"}).body["status"] == "succeeded"
+        server.signal(signal.SIGTERM)
+        assert server.wait_ended(DEADLINE_S) == 0
+        assert gone(worker)
+
+
+def test_a_missing_tool_is_named_with_its_package(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("_server.shutil.which", lambda tool: None if tool == "tini" else f"/usr/bin/{tool}")
+    with pytest.raises(ServerError, match=r"tini is not on PATH.*apt install tini"):
+        Server(toy, namespace=True)
