@@ -127,8 +127,11 @@ class _Module:
             raise SchemaError(f"{path.name}:{error.lineno}: {error.msg}. Cog parses this file; correct it.") from None
         self.constants: dict[str, ast.expr] = {}
         self.classes: dict[str, ast.ClassDef] = {}
+        self.base_models = {"BaseModel"}
         for node in self.tree.body:
-            if isinstance(node, ast.ClassDef):
+            if isinstance(node, ast.ImportFrom):
+                self.base_models |= {name.asname or name.name for name in node.names if name.name == "BaseModel"}
+            elif isinstance(node, ast.ClassDef):
                 self.classes[node.name] = node
             elif isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
                 self.constants[node.targets[0].id] = node.value
@@ -407,7 +410,7 @@ def _generic_output(module: _Module, node: ast.Subscript, name: str, within: tup
 
 def _model(module: _Module, model: ast.ClassDef, within: tuple[str, ...]) -> dict[str, Any]:
     """Return the schema of a class derived from BaseModel."""
-    if not any(_name(base) == "BaseModel" for base in model.bases):
+    if not any(_name(base) in module.base_models for base in model.bases):
         module.fail(model, f"the output class {model.name} does not derive from BaseModel", f"Use {OUTPUT_TYPES}.")
     properties: dict[str, Any] = {}
     required = []

@@ -78,7 +78,9 @@ class Boot:
         clean |= {"PYTHONDONTWRITEBYTECODE": "1", **(environment or {})}
         command = [self.python, str(DRIVER), json.dumps(order)]
         if as_user is not None:
-            command = ["setpriv", f"--reuid={as_user}", f"--regid={as_user}", "--clear-groups", *command]
+            # A user namespace: the process sees itself as that user, who has no passwd entry, and may still read the
+            # interpreter's own files, wherever those are installed.
+            command = ["unshare", "--user", f"--map-user={as_user}", f"--map-group={as_user}", *command]
         return subprocess.run(command, cwd=project, env=clean, capture_output=True, text=True, timeout=900)
 
 

@@ -1,6 +1,6 @@
 """Runs in a fresh process: boots the project in the current directory, does what it is told, prints JSON last.
 
-    python tests/boot/driver.py '{"draw": [["7", "1:1", 1, 8, 1.0, 5]], "threads": 5, "before": "code to run first"}'
+python tests/boot/driver.py '{"draw": [["7", "1:1", 1, 8, 1.0, 5]], "threads": 5, "before": "code to run first"}'
 """
 
 import hashlib
@@ -18,7 +18,6 @@ def main() -> None:
     exec(order.get("before", ""), names)
 
     import predict
-
     import warmstart
 
     plan = names.get("PLAN", predict.plan())

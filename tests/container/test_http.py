@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 FORMATS = {"webp": ("image/webp", "WEBP"), "png": ("image/png", "PNG"), "jpg": ("image/jpeg", "JPEG")}
 # Long enough that it is still running when the next request comes.
-LONG = {"num_inference_steps": 50, "num_outputs": MAX_OUTPUTS, "guidance": 5, "seed": 1}
+LONG = {"num_inference_steps": 50, "num_outputs": MAX_OUTPUTS, "guidance": 5, "seed": 1, "upscale": 16}
 SHORT = {"num_inference_steps": 2, "seed": 1, "output_format": "png"}
 
 
@@ -202,10 +202,9 @@ def test_a_second_prediction_beside_a_running_one_is_refused(server: Server, web
 def test_a_cancelled_prediction_ends_and_the_next_one_is_right(server: Server, webhook: Webhook) -> None:
     expected = pixels(succeeded(server, **SHORT))
     server.predict(LONG, asynchronous=True, id="given-up", webhook=webhook.url)
+    while "seed: " not in server.put("/predictions/given-up", {"input": LONG}).body["logs"]:
+        assert webhook.events.empty() or webhook.events.queue[-1]["status"] in {"starting", "processing"}
     # Its first line of log says that it is inside run() now.
-    event = webhook.events.get(timeout=300)
-    while "seed: " not in event.get("logs", ""):
-        event = webhook.events.get(timeout=300)
     assert server.cancel("given-up").status == 200
     assert webhook.until_done()[-1]["status"] == "canceled"
     assert pixels(succeeded(server, **SHORT)) == expected

@@ -436,9 +436,9 @@ def test_no_gigabytes_are_read(tmp_path: Path) -> None:
 
 def test_source_is_digested_by_content_wherever_it_lies(tmp_path: Path) -> None:
     one = fill(tmp_path / "one", {"a.py": b"a", "b.py": b"b"})
-    two = fill(tmp_path / "two", {"x/a.py": b"a", "y/b.py": b"b"})
+    two = fill(tmp_path / "two", {"y/a.py": b"a", "x/b.py": b"b"})
     digest = source_digest([one / "a.py", one / "b.py"])
-    assert digest == source_digest([two / "y/b.py", two / "x/a.py"])
+    assert digest == source_digest([two / "x/b.py", two / "y/a.py"])
     fill(one, {"b.py": b"c"})
     assert digest != source_digest([one / "a.py", one / "b.py"])
     fill(one, {"a.py": b"ac", "b.py": b""})

@@ -109,6 +109,12 @@ def test_an_input_becomes_a_property(tmp_path: Path, declaration: str, expected:
     assert prop == {**expected, "x-order": 0}
 
 
+def test_a_number_without_a_fraction_is_written_without_one(tmp_path: Path) -> None:
+    """As Cog writes it; to Python the two are equal, in the file they differ."""
+    prop, _ = of_input(tmp_path, "x: float = Input(default=1.0, le=2.0)")
+    assert json.dumps(prop) == '{"title": "X", "type": "number", "default": 1, "maximum": 2, "x-order": 0}'
+
+
 @pytest.mark.parametrize(
     ("declaration", "required"),
     [
@@ -238,6 +244,13 @@ def test_what_cog_cannot_read_or_would_drop_is_refused(tmp_path: Path, declarati
 def test_an_output_that_cog_refuses_is_refused(tmp_path: Path, annotation: str) -> None:
     with pytest.raises(SchemaError, match=r"the output type .* is not one that Cog accepts"):
         of_output(tmp_path, annotation)
+
+
+def test_an_output_model_may_derive_from_a_renamed_base(tmp_path: Path) -> None:
+    header = HEADER + "from pydantic import BaseModel as Other\nclass Box(Other):\n    label: str\n"
+    assert of_output(tmp_path, "Box", header)["required"] == ["label"]
+    with pytest.raises(SchemaError, match="the output class Box does not derive from BaseModel"):
+        of_output(tmp_path, "Box", HEADER + "class Box:\n    label: str\n")
 
 
 def test_a_missing_return_type_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,194 @@
+"""Whatever goes wrong with a cache, a store or a compiler, the boot ends with right answers and says what happened."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from warmstart import bundle
+from warmstart.bundle import Limits
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+# One request and the one region that is quick to compile: enough to climb every rung.
+ONE = "import predict\nPLAN = [predict.request('7', '1:1', 1, 1, 1.0, 0)]"
+TWO = ONE + "\nPLAN.append(predict.request('7', '3:2', 1, 1, 1.0, 0))"
+SMALL = {"WARMSTART_REGIONS": "FluxTransformerBlock"}
+SEVEN = [["a handwritten seven", "1:1", 1, 8, 1.0, 11]]
+
+
+@pytest.fixture(scope="module")
+def right(boot, tmp_path_factory):
+    """The picture that an uncompiled boot draws."""
+    place = tmp_path_factory.mktemp("eager")
+    return boot(place / "store", draw=SEVEN, before=ONE, environment={"WARMSTART_COMPILE": "off"}).pictures
+
+
+@pytest.fixture(scope="module")
+def filled(boot, tmp_path_factory):
+    """A store with the small boot's bundle, and what that boot drew."""
+    store = tmp_path_factory.mktemp("filled") / "store"
+    booted = boot(store, draw=SEVEN, before=ONE, environment=SMALL)
+    assert booted.report["outcome"] == "cold"
+    return store, booted
+
+
+def test_without_a_compiler_the_boot_is_eager_and_right(boot, right, tmp_path):
+    booted = boot(tmp_path / "store", draw=SEVEN, before=ONE, environment={**SMALL, "CXX": "/nowhere/g++"})
+    assert booted.report["outcome"] == "eager"
+    assert "InvalidCxxCompiler" in booted.report["reason"]
+    assert booted.pictures == right
+
+
+def test_required_makes_a_failed_compile_fatal(boot, tmp_path):
+    environment = {**SMALL, "CXX": "/nowhere/g++", "WARMSTART_COMPILE": "required"}
+    failed = boot.start(tmp_path / "store", before=ONE, environment=environment)
+    assert failed.returncode != 0
+    assert "WARMSTART_COMPILE=required makes that fatal" in failed.stderr
+
+
+def test_one_planned_shape_makes_one_graph(filled):
+    assert [region["graphs"] for region in filled[1].report["regions"]] == [1]
+    assert filled[1].report["facts"]["dynamic"] is False
+
+
+def test_code_that_breaks_the_compile_is_set_aside_and_the_boot_is_cold(boot, filled, tmp_path):
+    """A whole, rightly named bundle whose library is truncated, as a kill in the middle of a build would leave it."""
+    store, first = filled
+    broken = tmp_path / "store"
+    [packed] = store.glob("*/*/*.tar.zst")
+    rebuild(packed, broken / packed.parent.relative_to(store), tmp_path)
+    booted = boot(broken, draw=SEVEN, before=ONE, environment=SMALL)
+    assert booted.report["outcome"] == "cold"
+    assert any("set aside" in warning for warning in booted.report["warnings"])
+    assert booted.pictures == first.pictures
+
+
+def rebuild(packed: Path, folder: Path, work: Path) -> None:
+    root = work / "root"
+    root.mkdir()
+    bundle.unpack(packed, packed.name.removesuffix(".tar.zst"), root, Limits())
+    for library in root.rglob("*.so"):
+        # The head of an ELF file stays, so that the loader and not a look at the file finds out.
+        library.write_bytes(library.read_bytes()[:2000])
+    entries = [item for path in bundle.scan(root) if (item := incomplete(root, path))]
+    made = bundle.pack(root, entries, work, Limits())
+    shutil.copytree(packed.parent, folder, ignore=shutil.ignore_patterns("*.zst"))
+    shutil.copyfile(made.path, folder / f"{made.name}.tar.zst")
+
+
+def incomplete(root: Path, path: str) -> bundle.Entry:
+    import hashlib
+
+    data = (root / path).read_bytes()
+    return bundle.Entry(path, len(data), hashlib.sha256(data).hexdigest(), False)
+
+
+def test_a_region_that_differs_from_eager_is_not_served(boot, right, filled):
+    before = ONE + "\nimport torch\nfrom warmstart import regions\nregions.TOLERANCES[torch.float32] = -1.0"
+    booted = boot(filled[0], draw=SEVEN, before=before, environment=SMALL)
+    assert booted.report["outcome"] == "eager"
+    assert "differs from its eager self" in booted.report["reason"]
+    assert booted.pictures == right
+
+
+def test_an_unreachable_store_is_a_cold_boot_with_a_reason(boot, filled):
+    environment = {**SMALL, "AWS_ENDPOINT_URL": "http://127.0.0.1:9", "AWS_ALLOW_HTTP": "true"}
+    environment |= {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_REGION": "us-east-1"}
+    environment |= {"WARMSTART_RESTORE_DEADLINE_S": "3", "WARMSTART_PERSIST_DEADLINE_S": "3"}
+    booted = boot("s3://bucket/prefix", draw=SEVEN, before=ONE, environment=environment)
+    assert booted.report["outcome"] == "cold"
+    assert "s3://bucket/prefix" in booted.report["reason"]
+    assert booted.pictures == filled[1].pictures
+
+
+def test_a_live_directory_that_cannot_be_written_is_replaced(boot, filled, tmp_path):
+    (tmp_path / "a file").write_text("")
+    environment = {**SMALL, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "a file" / "cache")}
+    booted = boot(filled[0], draw=SEVEN, before=ONE, environment=environment)
+    assert booted.report["outcome"] == "warm"
+    assert any("cannot be kept in" in warning for warning in booted.report["warnings"])
+
+
+def test_a_directory_that_the_platform_set_is_used_and_only_added_to(boot, filled, tmp_path):
+    preset = tmp_path / "preset"
+    preset.mkdir()
+    (preset / "theirs").write_text("kept")
+    booted = boot(filled[0], before=ONE, environment={**SMALL, "TORCHINDUCTOR_CACHE_DIR": str(preset)})
+    assert booted.report["outcome"] == "warm"
+    assert booted.report["facts"]["live_dir"] == str(preset)
+    assert (preset / "theirs").read_text() == "kept"
+
+
+def test_a_budget_stops_the_warm_up_and_the_next_boot_goes_on(boot, right, tmp_path):
+    store = tmp_path / "store"
+    environment = {**SMALL, "WARMSTART_SETUP_BUDGET_S": "0.01", "WARMSTART_DYNAMIC": "false"}
+    wide = [["three", "3:2", 1, 8, 1.0, 12]]
+    first = boot(store, draw=wide, before=TWO, environment=environment)
+    assert "warmed 1 of 2 requests" in first.report["reason"]
+    # Not warmed: it runs uncompiled and nobody waits for a compile.
+    assert first.drawn[0]["graphs"] == 0
+    assert "was not warmed" in first.drawn[0]["reason"]
+    second = boot(store, before=TWO, environment={**environment, "WARMSTART_SETUP_BUDGET_S": "0"})
+    assert second.report["outcome"] == "partial"
+    assert (second.counts["fx_hits"], second.counts["fx_misses"]) == (1, 1)
+    third = boot(store, before=TWO, environment=environment | {"WARMSTART_SETUP_BUDGET_S": "0"})
+    assert third.report["outcome"] == "warm"
+
+
+@pytest.mark.parametrize("fullgraph", ["true", "false"])
+def test_an_unplanned_shape_runs_uncompiled_by_default(boot, filled, fullgraph, tmp_path):
+    store = filled[0] if fullgraph == "true" else tmp_path / "store"
+    wide = [["three", "3:2", count, 8, 1.0, 12] for count in (1, 2, 3, 4)]
+    environment = {**SMALL, "WARMSTART_FULLGRAPH": fullgraph}
+    booted = boot(store, draw=[*wide, *SEVEN], before=ONE, environment=environment)
+    eager = boot(store, draw=[*wide, *SEVEN], before=ONE, environment={"WARMSTART_COMPILE": "off"})
+    assert [item["graphs"] for item in booted.drawn] == [0, 0, 0, 0, 0]
+    assert booted.pictures[:4] == eager.pictures[:4]
+
+
+def test_an_unplanned_shape_is_compiled_and_kept_where_that_is_the_policy(boot, filled, tmp_path):
+    store = tmp_path / "store"
+    shutil.copytree(filled[0], store)
+    wide = [["three", "3:2", 1, 8, 1.0, 12]]
+    environment = {**SMALL, "WARMSTART_UNPLANNED": "compile"}
+    booted = boot(store, draw=[*wide, *wide], before=ONE, environment=environment)
+    assert [item["graphs"] for item in booted.drawn] == [1, 0]
+    assert len(list(store.glob("*/*/*.tar.zst"))) == 2
+
+
+def test_an_unplanned_shape_is_refused_where_that_is_the_policy(boot, filled):
+    environment = {**SMALL, "WARMSTART_UNPLANNED": "reject"}
+    failed = boot.start(filled[0], draw=[["three", "3:2", 1, 8, 1.0, 12]], before=ONE, environment=environment)
+    assert failed.returncode != 0
+    assert "'3:2 x1' was not planned" in failed.stderr
+    assert "planned are: 1:1 x1" in failed.stderr
+
+
+@pytest.mark.parametrize(
+    ("environment", "before", "words"),
+    [
+        ({"WARMSTART_MODEL": "nowhere"}, ONE, "WARMSTART_MODEL is 'nowhere'"),
+        ({"WARMSTART_MODEL": "warmstart"}, ONE, "the model 'warmstart' cannot be loaded"),
+        ({}, "PLAN = []", "the warm-up plan is empty"),
+        ({}, ONE + "\nPLAN *= 2", "more than one request labelled '1:1 x1'"),
+        (SMALL, "import predict\nPLAN = [predict.request(7, '1:1', 1, 1, 1.0, 0)]", "the model fails on the planned"),
+    ],
+)
+def test_what_is_wrong_with_the_model_or_the_plan_fails_the_boot(boot, tmp_path, environment, before, words):
+    failed = boot.start(tmp_path / "store", before=before, environment=environment)
+    assert failed.returncode != 0
+    assert words in failed.stderr
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"WARMSTART_REGIONS": "Nothing"}, "holds no module of class Nothing"),
+        ({"WARMSTART_PARTS": "unet"}, "WARMSTART_PARTS names 'unet'"),
+    ],
+)
+def test_a_region_or_part_that_is_not_there_is_an_eager_boot_with_a_reason(boot, tmp_path, environment, words):
+    booted = boot(tmp_path / "store", before=ONE, environment=environment)
+    assert booted.report["outcome"] == "eager"
+    assert words in booted.report["reason"]
