@@ -202,7 +202,9 @@ class _Boot:
         with self.clock.phase("workers"):
             inductor.shut_down_workers()
         report = self._report(outcome, reason)
-        served.finish(report, frozenset(item.request.label for item in self.warmed))
+        # Where nothing is compiled no planned request is slower than another, so none is unplanned.
+        ready = self.plan if outcome is Outcome.EAGER else [item.request for item in self.warmed]
+        served.finish(report, frozenset(request.label for request in ready))
         self._write(report)
         return served
 
@@ -418,7 +420,7 @@ class _Boot:
         return outcome, reason
 
     def _report(self, outcome: Outcome, reason: str) -> Report:
-        if "cudagraphs" not in self.settings.mode and self.settings.mode != "default":
+        if self.device != "cpu" and self.settings.mode in ("reduce-overhead", "max-autotune"):
             self.warnings.append(
                 f"WARMSTART_MODE={self.settings.mode} uses CUDA graphs, which belong to one thread, and each prediction"
                 " runs on another; use max-autotune-no-cudagraphs"

@@ -25,8 +25,8 @@ def main() -> None:
     answer = {"report": json.loads(model.report.json()), "drawn": [], "threads": []}
     for inputs in order.get("draw", []):
         answer["drawn"].append(draw(model, predict.request(*inputs), order.get("folder")))
-    for number in range(order.get("threads", 0)):
-        in_thread(lambda number=number: answer["threads"].append(ask_all(model, plan, number)))
+    for _ in range(order.get("threads", 0)):
+        in_thread(lambda: answer["threads"].append(ask_all(model, plan)))
     if "after" in order:
         names["model"] = model
         exec(order["after"], names)
@@ -44,15 +44,36 @@ def draw(model, request, folder) -> dict:
     return {"label": request.label, "pictures": digests, "graphs": result.graphs, "reason": result.reason}
 
 
-def ask_all(model, plan, number) -> dict:
-    """Each planned request once from this thread: graphs compiled by its label."""
-    return {request.label: model(request).graphs for request in plan} | {"thread": threading.current_thread().name}
+def ask_all(model, plan) -> dict:
+    """Each planned request once from this thread: graphs compiled by its label.
+
+    In place of running a call eagerly that would need a graph, which no counter shows, torch is told to raise.
+    """
+    import torch
+
+    stance = torch.compiler.set_stance
+    torch.compiler.set_stance = lambda name: stance(name.replace("eager_on", "fail_on"))
+    try:
+        graphs = {request.label: model(request).graphs for request in plan}
+    finally:
+        torch.compiler.set_stance = stance
+    return graphs | {"thread": threading.current_thread().name}
 
 
 def in_thread(work) -> None:
-    thread = threading.Thread(target=work)
+    errors = []
+
+    def body() -> None:
+        try:
+            work()
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=body)
     thread.start()
     thread.join()
+    if errors:
+        raise errors[0]
 
 
 main()

@@ -280,11 +280,10 @@ class Slow(DirectoryStore):
 
     def __init__(self, root: Path, kind: str) -> None:
         super().__init__(root)
-        self._kind, self.asked, self.let_go = kind, threading.Event(), threading.Event()
+        self._kind, self.let_go, self.fetches = kind, threading.Event(), 0
 
     def _wait(self, kind: str) -> None:
         if kind == self._kind:
-            self.asked.set()
             self.let_go.wait()
 
     def bundles(self, key: Address) -> list[BundleInfo]:
@@ -292,7 +291,10 @@ class Slow(DirectoryStore):
         return super().bundles(key)
 
     def fetch(self, key: Address, bundle: BundleInfo, into: Path) -> None:
+        self.fetches += 1
         self._wait("fetch")
+        # As if it had just been about to write when the directory was removed.
+        into.parent.mkdir(parents=True, exist_ok=True)
         super().fetch(key, bundle, into)
         self._wait("fetched")
 
@@ -331,12 +333,31 @@ def test_a_store_that_hangs_cannot_touch_the_live_directory_later(tmp_path: Path
         thread.join()
     assert contents(live) == {"ab/good": b"g"}
     assert [path.name for path in live.iterdir()] == ["ab"], "late threads leave no litter"
+    assert slow.fetches <= 4, "nothing is asked for after the deadline"
 
 
-def test_an_answer_after_the_deadline_is_not_installed(store: DirectoryStore, tmp_path: Path) -> None:
+def test_an_answer_after_the_deadline_is_not_installed(
+    store: DirectoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expire_after_install: None
+) -> None:
+    """Even one that already waits in line."""
+    publish(store, tmp_path, {"ab/1": b"1"})
+    publish(store, tmp_path, {"ab/2": b"2"})
+    expiring = bundle.install
+
+    def install(*arguments: object) -> None:
+        for thread in threads_of_restores():
+            thread.join()
+        expiring(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(bundle, "install", install)
+    done = restore(store, live=tmp_path / "live")
+    assert (done.outcome, done.bundles) == (RestoreOutcome.PARTIAL, 1)
+    assert len(contents(tmp_path / "live")) == 1
+
+
+def test_without_time_nothing_is_restored(store: DirectoryStore, tmp_path: Path) -> None:
     publish(store, tmp_path, TREE)
-    done = restore(store, live=tmp_path / "live", deadline_s=0)
-    assert done.outcome is RestoreOutcome.FAILED
+    assert restore(store, live=tmp_path / "live", deadline_s=0).outcome is RestoreOutcome.FAILED
     for thread in threads_of_restores():
         thread.join()
     assert contents(tmp_path / "live") == {}
