@@ -735,7 +735,7 @@ this share of {pictures} pictures per shape (10 digits, {seeds} seeds, the promp
 `load_digits` is scikit-learn's copy of the test set of "Optical Recognition of Handwritten Digits"
 (E. Alpaydin and C. Kaynak, 1998, UCI Machine Learning Repository, <https://doi.org/10.24432/C50P49>), which
 was made with NIST's preprocessing programs from forms filled in by 13 people. UCI offers it under
-CC BY 4.0; scikit-learn itself is BSD-3-Clause. The weights are offered under the project's own licence;
+CC BY 4.0; scikit-learn itself is BSD-3-Clause. The weights are offered under the project's own licence, Apache-2.0;
 please keep the attribution above.
 """
 

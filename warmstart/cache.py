@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
 _PARALLEL_PER_STORE = 4
+_REMOVE_PASSES = 10
 _LONGEST_S = threading.TIMEOUT_MAX / 2  # what waits accept
 
 
@@ -295,7 +296,7 @@ class _Restore:
     def abandon(self) -> None:
         """Tells threads that still wait for a store to end without a trace, and removes what they staged."""
         self._abandoned.set()
-        shutil.rmtree(self.staging, ignore_errors=True)
+        _remove(self.staging)
 
     def result(self, deadline_s: float, seconds: float) -> Restored:
         skipped = list(self._skipped)
@@ -341,7 +342,7 @@ class _Restore:
         self._events.put(event)
         if self._abandoned.is_set():
             # It may have written after the caller removed the directory.
-            shutil.rmtree(self.staging, ignore_errors=True)
+            _remove(self.staging)
 
     def _handle(self, event: _Event) -> None:
         if isinstance(event, _Listed):
@@ -447,6 +448,17 @@ def _dropped(entries: Sequence[Entry], limits: Limits) -> str:
         f" bundles are limited to {size(limits.max_raw_bytes)} in {limits.max_files} files of at most"
         f" {size(limits.max_file_bytes)}; raise WARMSTART_MAX_BUNDLE_BYTES to keep them"
     )
+
+
+def _remove(folder: Path) -> None:
+    """Removes a directory that threads may still write into: what one adds during a pass goes with the next.
+
+    Once the directory itself is gone, they can add nothing more.
+    """
+    for _ in range(_REMOVE_PASSES):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
 
 
 def _remove_stale(live: Path) -> None:

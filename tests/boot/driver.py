@@ -66,7 +66,7 @@ def in_thread(work) -> None:
     def body() -> None:
         try:
             work()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - raised again in the main thread
             errors.append(error)
 
     thread = threading.Thread(target=body)

@@ -138,12 +138,13 @@ def test_a_worker_killed_in_setup_is_told(toy: Path) -> None:
 
 
 def test_a_worker_that_cannot_start_is_told(toy: Path, tmp_path: Path) -> None:
-    """The server says STARTING for ever when its `python` lacks the server's package."""
+    """Its `python` lacks a package: a worker that ends before it has answered leaves the server STARTING for ever."""
     fake = tmp_path / "python"
-    fake.write_text("#!/bin/sh\necho 'Traceback: No module named coglet' >&2\nexit 1\n")
+    # It takes the server's first message, and the server then waits for an answer.
+    fake.write_text("#!/bin/sh\nhead -c 1 >/dev/null\necho 'Traceback: No module named coglet' >&2\nexit 1\n")
     fake.chmod(0o755)
-    server = Server(toy, environment={"PATH": str(tmp_path)})
-    with pytest.raises(ServerError, match=r"ended before setup\(\)|setup\(\) failed"), server:
+    server = Server(toy, environment={"PATH": f"{tmp_path}:{os.defpath}"}, setup_timeout_s=DEADLINE_S)
+    with pytest.raises(ServerError, match=r"ended before setup\(\)(.|\n)*No module named coglet"), server:
         pass
 
 

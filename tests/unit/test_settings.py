@@ -56,7 +56,7 @@ def test_a_model_that_is_not_there_is_an_error():
 
 
 def test_a_misspelt_setting_is_an_error_that_names_the_right_one():
-    with pytest.raises(SettingsError, match="WARMSTART_CASHE_URL is set.*did you mean WARMSTART_CACHE_URL"):
+    with pytest.raises(SettingsError, match=r"WARMSTART_CASHE_URL is set.*did you mean WARMSTART_CACHE_URL"):
         read(CASHE_URL="s3://bucket")
 
 

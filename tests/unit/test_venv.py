@@ -82,6 +82,7 @@ def test_a_bare_machine_gets_an_environment_and_a_second_run_finds_it(project: P
     assert (project / ".venv" / "warmstart-stamp").stat().st_mtime_ns == made
 
 
+@pytest.mark.slow
 def test_a_changed_pin_is_installed(project: Path) -> None:
     assert run(project)[1].split()[1] == "1.0"
     (project / "requirements.txt").write_text("dawn==2.0\n")
@@ -99,6 +100,7 @@ def test_two_scripts_started_at_once_make_one_environment(project: Path) -> None
     assert all(out.startswith(f"{project}/.venv 1.0") for out, _ in results)
 
 
+@pytest.mark.slow
 def test_an_interrupted_installation_is_repaired(project: Path) -> None:
     """A killed pip leaves a package that looks installed and lacks its files; here one that pip would keep."""
     assert run(project)[0] == 0
@@ -113,6 +115,7 @@ def test_an_interrupted_installation_is_repaired(project: Path) -> None:
     assert not (venv / "warmstart-unfinished").exists()
 
 
+@pytest.mark.slow
 def test_an_environment_killed_while_it_was_made_is_made_again(project: Path) -> None:
     process = start(project)
     deadline = time.monotonic() + 120
@@ -125,6 +128,7 @@ def test_an_environment_killed_while_it_was_made_is_made_again(project: Path) ->
     assert (status, out.split()[1]) == (0, "1.0"), err
 
 
+@pytest.mark.slow
 def test_what_pip_says_is_shown_when_it_fails(project: Path) -> None:
     (project / "requirements.txt").write_text("dawn==9.0\n")
     status, out, err = run(project)
@@ -138,6 +142,7 @@ def test_what_pip_says_is_shown_when_it_fails(project: Path) -> None:
     assert "interrupted" not in err, "nothing had been installed, so nothing needs repair"
 
 
+@pytest.mark.slow
 def test_an_environment_of_the_users_own_is_left_alone(project: Path) -> None:
     """A Python that has every pin, in the image or in another venv, is used as it is."""
     site = project / "site"
