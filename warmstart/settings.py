@@ -90,7 +90,7 @@ class Settings:
     cache_url: str = _setting("cache", "Store to restore from and publish to: a directory or an object-store URL.")
     restore_deadline_s: float = _setting(60.0, "Longest wait for the stores at boot.", minimum=0)
     persist_deadline_s: float = _setting(60.0, "Longest wait for one save.", minimum=0)
-    max_bundle_bytes: int = _setting(4_000_000_000, "Most bytes that one bundle holds, unpacked.", minimum=1)
+    max_bundle_bytes: int = _setting(4_000_000_000, "Most bytes that one version's bundles hold together, unpacked.", minimum=1)
     live_dir: str = _setting("", "Where compiled code lives while the process runs, in place of a directory per key.")
     self_check: bool = _setting(True, "Compare each region with its eager self at boot.")
     report_path: str = _setting("", "File to write the boot report to, as JSON.")

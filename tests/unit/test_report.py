@@ -1,3 +1,5 @@
+"""Outcome, phases and the line of JSON."""
+
 import json
 import time
 

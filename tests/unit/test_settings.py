@@ -1,3 +1,5 @@
+"""What each variable may hold, and what a bad value is told."""
+
 import pytest
 
 from warmstart.settings import PREFIX, Settings, SettingsError, public_fields

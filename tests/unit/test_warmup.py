@@ -1,3 +1,5 @@
+"""The order of a warm-up, without a model."""
+
 import threading
 import time
 
