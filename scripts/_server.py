@@ -109,9 +109,8 @@ class Server:
     def start(self) -> None:
         """Write the schema, as the image has it, and start the server; setup() runs on after the return."""
         _check_port(self.host, self.port)
-        file, name = _openapi.target(self.root, self.target)
         _openapi.write(self.root, self.target)
-        environment = {**os.environ, "COG_PREDICT_TYPE_STUB": f"{file.relative_to(self.root)}:{name}"}
+        environment = {**os.environ, "COG_PREDICT_TYPE_STUB": predictor_reference(self.root, self.target)}
         environment |= {"PORT": str(self.port), "PATH": _path_to_python(), "PYTHONUNBUFFERED": "1"}
         for variable, value in self._environment.items():
             environment.pop(variable, None)
@@ -325,6 +324,12 @@ class Server:
                 return Answer(response.status, _parsed(response.read()))
         except urllib.error.HTTPError as error:
             return Answer(error.code, _parsed(error.read()))
+
+
+def predictor_reference(root: Path, target: str = "") -> str:
+    """Return what serves requests as the server wants it named, "predict.py:Predictor", from cog.yaml or `target`."""
+    file, name = _openapi.target(root, target)
+    return f"{file.relative_to(root)}:{name}"
 
 
 def from_data_url(url: str) -> tuple[str, bytes]:

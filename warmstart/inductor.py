@@ -99,8 +99,15 @@ def set_aside(live: LiveDirectory, name: str) -> LiveDirectory:
     return LiveDirectory(path, f"in place of {live.path}, whose files broke the compile")
 
 
+def graphs() -> int:
+    """Number of graphs compiled so far; one look-up, cheap enough for every call of every region."""
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]
+
+
 def counts() -> Counts:
-    """Reads torch's counters. A few dictionary look-ups, cheap enough for every call."""
+    """Reads torch's counters."""
     from torch._dynamo.utils import counters
 
     inductor, aot = counters["inductor"], counters["aot_autograd"]
