@@ -79,8 +79,9 @@ class Predictor(BaseRunner):
         ),
     ) -> list[Path]:
         """Draws pictures of handwritten digits."""
-        if seed is None:
-            seed = random.randrange(2**32)  # noqa: S311
+        # JSON has one kind of number: 2.0 passes for an integer, and arrives as a float.
+        num_outputs, num_inference_steps, upscale = int(num_outputs), int(num_inference_steps), int(upscale)
+        seed = random.randrange(2**32) if seed is None else int(seed)  # noqa: S311
         print(f"seed: {seed}")
         result = self.model(request(prompt, aspect_ratio, num_outputs, num_inference_steps, guidance, seed))
         if result.reason:
@@ -90,5 +91,5 @@ class Predictor(BaseRunner):
         folder = LocalPath(tempfile.mkdtemp(prefix="prediction-"))
         files = [folder / f"{index}.{output_format}" for index in range(len(result.outputs))]
         for image, file in zip(result.outputs, files, strict=True):
-            image.resize((image.width * upscale, image.height * upscale)).save(file, quality=output_quality)
+            image.resize((image.width * upscale, image.height * upscale)).save(file, quality=int(output_quality))
         return [Path(file) for file in files]

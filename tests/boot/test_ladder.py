@@ -157,6 +157,9 @@ def test_an_unplanned_shape_is_compiled_and_kept_where_that_is_the_policy(boot, 
     booted = boot(store, draw=[*wide, *wide], before=ONE, environment=environment)
     assert [item["graphs"] for item in booted.drawn] == [1, 0]
     assert len(list(store.glob("*/*/*.tar.zst"))) == 2
+    counted = "from warmstart import inductor\ncounts = inductor.counts()\nanswer = [counts.fx_hits, counts.fx_misses]"
+    later = boot(store, draw=wide, before=ONE, environment=environment, after=counted)
+    assert later.after == [2, 0]
 
 
 def test_an_unplanned_shape_is_refused_where_that_is_the_policy(boot, filled):

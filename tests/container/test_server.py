@@ -153,8 +153,9 @@ def test_a_port_in_use_is_told_before_anything_starts(toy: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(ServerError, match=f"cannot listen on 127.0.0.1, port {port}: .*Choose another"):
-            Server(toy, port=port).start()
+        server = Server(toy, port=port)
+        with pytest.raises(ServerError, match=f"cannot listen on 127.0.0.1, port {port}: .*Choose another"), server:
+            pass
 
 
 def test_in_a_namespace_the_worker_dies_with_the_server(toy: Path, environment: dict[str, str]) -> None:
