@@ -6,6 +6,7 @@ compile.
 
 import random
 import tempfile
+from collections import deque
 from pathlib import Path as LocalPath
 
 from cog import BaseRunner, Input, Path
@@ -49,6 +50,8 @@ class Predictor(BaseRunner):
     def setup(self) -> None:
         """Loads, compiles and warms the model."""
         self.model = warmstart.boot(plan(), sources=[__file__])
+        # Folders of the latest predictions. Cog reads their files and leaves them; the oldest is removed below.
+        self.folders: deque[tempfile.TemporaryDirectory[str]] = deque()
 
     def run(
         self,
@@ -88,8 +91,10 @@ class Predictor(BaseRunner):
             print(result.reason)
         self.record_metric("model_seconds", result.seconds)
         self.record_metric("graphs_compiled", result.graphs)
-        folder = LocalPath(tempfile.mkdtemp(prefix="prediction-"))
-        files = [folder / f"{index}.{output_format}" for index in range(len(result.outputs))]
+        self.folders.append(tempfile.TemporaryDirectory(prefix="prediction-"))
+        if len(self.folders) > 4:
+            self.folders.popleft().cleanup()
+        files = [LocalPath(self.folders[-1].name) / f"{index}.{output_format}" for index in range(len(result.outputs))]
         for image, file in zip(result.outputs, files, strict=True):
             image.resize((image.width * upscale, image.height * upscale)).save(file, quality=int(output_quality))
         return [Path(file) for file in files]

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Train the default model from scratch: a tiny, genuine FLUX pipeline that draws handwritten digits.
 
 Everything it learns from ships with scikit-learn. Four stages, like the big model's own history:
@@ -804,6 +803,13 @@ def open_to_all(directory: Path) -> int:
     return size
 
 
+def thread_count(text: str) -> int:
+    """Read the value of `--threads`."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of threads: give 1 or more")
+    return int(text)
+
+
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
@@ -815,7 +821,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--output", type=Path, default=ROOT / "weights", help="directory to replace (default: weights)")
     add("--work", type=Path, default=ROOT / "build" / "weights", help="unfinished work (default: build/weights)")
     add("--seed", type=int, default=0, help="another seed gives another, equally good model (default: 0)")
-    add("--threads", type=int, choices=range(1, 65), metavar="N", default=2, help="CPU threads (default: 2)")
+    add("--threads", type=thread_count, metavar="N", default=2, help="CPU threads (default: 2)")
     add("--resume", action="store_true", help="continue what --work holds instead of starting anew")
     add("--smoke", action="store_true", help="a few steps of everything, in a minute: proves that it runs")
     return parser.parse_args(arguments)

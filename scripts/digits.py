@@ -19,7 +19,7 @@ from sklearn.svm import SVC
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 SHAPES = {"1:1": (64, 64), "3:2": (96, 64), "2:3": (64, 96)}  # name -> (width, height) in pixels
-DEFAULT_STEPS = 8
+DEFAULT_STEPS = 8  # 4 are read as well, but resemble one another more
 MAX_SEQUENCE_LENGTH = 16  # T5 tokens per prompt; the pipeline's own default, 512, is 30 times the work
 CELL = 8  # pixels of a drawing per pixel of an original digit, in each direction
 SPLIT_SEED = 20260101

@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+# Threads that wait sleep rather than spin: on a shared core a spinning one keeps the others from working, and what
+# takes a second alone then takes minutes. Inherited by every process that a test starts.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Before pytest's own entries: the scripts' modules (_server, _openapi, digits) and the package under test.
 for directory in (ROOT, ROOT / "scripts"):
     if str(directory) not in sys.path:

@@ -6,7 +6,8 @@ package loads neither torch nor the model.
 
 from __future__ import annotations
 
-from warmstart.boot import boot, current_key
+from warmstart.boot import boot
+from warmstart.identity import current_key
 from warmstart.models import Request, Result
 from warmstart.served import Served, UnplannedRequestError
 from warmstart.settings import Settings, SettingsError

@@ -6,8 +6,6 @@ store, a compiler or a compile that fails makes a boot slower, never wrong and n
 
 from __future__ import annotations
 
-import hashlib
-import importlib.metadata
 import os
 import threading
 import time
@@ -15,10 +13,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from warmstart import inductor, key
+from warmstart import identity, inductor
 from warmstart.bundle import Limits
 from warmstart.cache import Cache, Persisted, PersistOutcome, Restored, RestoreOutcome, explain
-from warmstart.key import Key
 from warmstart.models import ModelError
 from warmstart.report import Evidence, Outcome, Report, Stopwatch, decide
 from warmstart.served import Served
@@ -28,6 +25,7 @@ from warmstart.store import Store, open_store
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from warmstart.key import Key
     from warmstart.models import Model, Request
     from warmstart.regions import Region
     from warmstart.warmup import Warmed
@@ -35,8 +33,9 @@ if TYPE_CHECKING:
 SHIPPED = "cache"
 """The store inside the image; it is read first and, unless another is set, written to."""
 
-# Modules whose code decides the graphs. A change in any other of ours leaves compiled code as good as it was.
-_GRAPH_SOURCES = ("inductor.py", "regions.py", "models/diffusers.py")
+# coglet 0.23.1 loses what setup() prints just before it returns: of four boots on a busy core three lost the report
+# without a pause, none with 0.1 s. To be taken out when READY waits for the log.
+_LOG_S = 0.2
 # Added to the restore's own deadline before the boot goes on without an answer.
 _ANSWER_S = 5.0
 
@@ -45,89 +44,28 @@ class CompileRequiredError(RuntimeError):
     """The model could not be compiled, and WARMSTART_COMPILE=required makes that fatal."""
 
 
-def boot(plan: Sequence[Request], *, sources: Sequence[str] = (), settings: Settings | None = None) -> Served:
+def boot(
+    plan: Sequence[Request], *, sources: Sequence[str] = (), settings: Settings | None = None, publish: bool = True
+) -> Served:
     """Loads, compiles and warms the model, from the cache where it can.
 
     Args:
         plan: the requests to warm, each with a label of its own. What they need compiled is compiled here.
         sources: files whose text is part of the model's version, `[__file__]` of the Predictor at least.
         settings: in place of those in the environment.
+        publish: whether what is compiled goes to the store; without, every store stays as it is.
 
     Raises:
         SettingsError: a setting cannot be used.
+        KeyFactError: a fact of the key cannot be read, a damaged weights file say.
         PlanError: the plan is empty or has a label twice.
         ModelError: the model cannot be loaded or fails uncompiled too.
         CompileRequiredError: it cannot be compiled and WARMSTART_COMPILE is `required`.
     """
-    served = _Boot(plan, sources, settings or Settings.from_environment()).run()
-    for line in served.report.lines():
-        print(line, flush=True)
+    served = _Boot(plan, sources, settings or Settings.from_environment(), publish).run()
+    print("\n".join(served.report.lines()), flush=True)
+    time.sleep(_LOG_S)
     return served
-
-
-def current_key(plan: Sequence[Request], *, sources: Sequence[str] = (), settings: Settings | None = None) -> Key:
-    """The key that a boot here and now would use. Needs no torch, and reads no weights beyond their headers.
-
-    Raises:
-        SettingsError: a setting cannot be used.
-        KeyFactError: a fact cannot be read, a damaged weights file say.
-    """
-    settings = settings or Settings.from_environment()
-    device = _device(settings)
-    environment = key.environment_facts(
-        device=device, threads=settings.threads, visible_devices=settings.visible_devices, compiler=settings.compiler
-    )
-    return Key(environment, _version_facts(plan, sources, settings, device))
-
-
-def _version_facts(plan: Sequence[Request], sources: Sequence[str], settings: Settings, device: str) -> dict[str, str]:
-    package = Path(__file__).parent
-    code = [Path(source) for source in sources] + [package / name for name in _GRAPH_SOURCES]
-    return {
-        "model": settings.model_version or _model_version(settings),
-        "code": key.source_digest(code),
-        "diffusers": importlib.metadata.version("diffusers"),
-        "transformers": importlib.metadata.version("transformers"),
-        "dtype": _dtype(settings, device),
-        "strategy": settings.strategy,
-        "regions": ", ".join(settings.regions) or "found",
-        "parts": ", ".join(settings.parts) or "denoisers",
-        "mode": settings.mode,
-        "dynamic": str(_dynamic(settings, plan)).lower(),
-        "fullgraph": str(settings.fullgraph).lower(),
-        "torch options": ", ".join(f"{name}={value}" for name, value in settings.torch_options) or "none",
-        "plan": "; ".join(request.graph_facts() for request in plan) or "none",
-    }
-
-
-def _model_version(settings: Settings) -> str:
-    if Path(settings.model).is_dir():
-        return key.model_version(Path(settings.model))
-    if not settings.model_revision:
-        raise SettingsError(
-            f"WARMSTART_MODEL is the hub id {settings.model!r} without WARMSTART_MODEL_REVISION, so the model could"
-            " change between boots while the cache's key stays the same; set it to a commit of that repository."
-        )
-    return hashlib.sha256(f"{settings.model}@{settings.model_revision}".encode()).hexdigest()
-
-
-def _device(settings: Settings) -> str:
-    if settings.device != "auto":
-        return settings.device
-    # /dev/nvidiactl is there if a driver is loaded and given to this container. torch is not asked: that takes
-    # seconds, and the live directory must be chosen before it is imported.
-    return "cuda" if Path("/dev/nvidiactl").exists() else "cpu"
-
-
-def _dtype(settings: Settings, device: str) -> str:
-    if settings.dtype != "auto":
-        return settings.dtype
-    return "float32" if device == "cpu" else "bfloat16"
-
-
-def _dynamic(settings: Settings, plan: Sequence[Request]) -> bool:
-    """One planned shape needs no symbol; several share one graph per region rather than having one each."""
-    return len(plan) > 1 if settings.dynamic == "auto" else settings.dynamic == "true"
 
 
 @dataclass
@@ -169,23 +107,26 @@ class _Restoring:
 class _Boot:
     """One boot, step by step."""
 
-    def __init__(self, plan: Sequence[Request], sources: Sequence[str], settings: Settings) -> None:
+    def __init__(self, plan: Sequence[Request], sources: Sequence[str], settings: Settings, publish: bool) -> None:
         self.plan = plan
+        self.publish = publish
         self.settings = settings
         self.clock = Stopwatch()
         self.warnings: list[str] = []
         self.saves: list[Persisted] = []
         self.restored = Restored(RestoreOutcome.NOTHING, "")
         self.why_nothing = ""
+        self.found = False
         self.counts = inductor.Counts()
         self.kernels_built = 0
         self.regions: list[Region] = []
         self.warmed: list[Warmed] = []
+        self.stores: list[Store] = []
         self.cache: Cache | None = None
         self.live: inductor.LiveDirectory | None = None
         with self.clock.phase("key"):
-            self.device = _device(settings)
-            self.key = current_key(plan, sources=sources, settings=settings)
+            self.device = identity.device(settings)
+            self.key = identity.current_key(plan, sources=sources, settings=settings)
 
     def run(self) -> Served:
         restoring = self._start_restore() if self.settings.compile != "off" else None
@@ -197,14 +138,14 @@ class _Boot:
             with self.clock.phase("restore"):
                 self.restored = restoring.wait()
                 self.why_nothing = restoring.why_nothing()
-        served = Served(model, self.cache, unplanned=self.settings.unplanned)
+        served = Served(model, unplanned=self.settings.unplanned, persist_deadline_s=self.settings.persist_deadline_s)
         outcome, reason = self._climb(served, model)
         with self.clock.phase("workers"):
             inductor.shut_down_workers()
         report = self._report(outcome, reason)
         # Where nothing is compiled no planned request is slower than another, so none is unplanned.
         ready = self.plan if outcome is Outcome.EAGER else [item.request for item in self.warmed]
-        served.finish(report, frozenset(request.label for request in ready))
+        served.finish(report, self.cache, frozenset(request.label for request in ready))
         self._write(report)
         return served
 
@@ -215,10 +156,14 @@ class _Boot:
             self.live = self._prepare_live()
             if self.live is None:
                 return None
-            stores = self._stores()
-            limits = Limits(max_raw_bytes=self.settings.max_bundle_bytes)
-            self.cache = Cache(stores, stores[-1] if stores else None, self.key, self.live.path, limits)
-            return _Restoring(self.cache, stores, self.key, self.settings.restore_deadline_s)
+            self.stores = self._stores()
+            self.cache = self._new_cache(self.live)
+            return _Restoring(self.cache, self.stores, self.key, self.settings.restore_deadline_s)
+
+    def _new_cache(self, live: inductor.LiveDirectory) -> Cache:
+        target = self.stores[-1] if self.stores and self.publish else None
+        limits = Limits(max_raw_bytes=self.settings.max_bundle_bytes)
+        return Cache(self.stores, target, self.key, live.path, limits)
 
     def _prepare_live(self) -> inductor.LiveDirectory | None:
         preset = self.settings.live_dir or self.settings.torch_cache_dir
@@ -236,7 +181,7 @@ class _Boot:
         found: list[Store] = []
         for location in dict.fromkeys((SHIPPED, self.settings.cache_url)):
             try:
-                found.append(open_store(location))
+                found.append(open_store(location, self.settings.cache_secret))
             # The boundary: a store that cannot be opened is a store that holds nothing.
             except Exception as error:  # noqa: BLE001
                 self.warnings.append(f"the store {location} cannot be used: {error}")
@@ -264,7 +209,7 @@ class _Boot:
             self.settings.model,
             revision=self.settings.model_revision,
             device=self.device,
-            dtype=_dtype(self.settings, self.device),
+            dtype=identity.dtype(self.settings, self.device),
         )
 
     # --- the ladder: from the cache, else compiled, else eager -------------------------------------------------------
@@ -280,11 +225,13 @@ class _Boot:
         except (self._regions.RegionsError, SettingsError) as error:
             return self._eager(served, str(error))
         cause = self._attempt(served, self.live)
-        if cause and self._restored_anything():
+        if cause and self.found:
             self.warnings.append(f"with the restored cache the compile failed ({cause}); it was set aside")
             cause = self._attempt_cold(served, self.live)
         if cause:
             return self._eager(served, f"the compile failed: {cause}")
+        if not self.counts.graphs:
+            return self._eager(served, "no compiled region was ever called")
         return self._judge()
 
     def _compile(self, model: Model) -> None:
@@ -300,7 +247,7 @@ class _Boot:
             )
         options = self._regions.CompileOptions(
             mode=self.settings.mode,
-            dynamic=_dynamic(self.settings, self.plan),
+            dynamic=identity.dynamic(self.settings, self.plan),
             fullgraph=self.settings.fullgraph,
             # A few stride patterns for each planned request; far above what is needed, so that it is never met.
             recompile_limit=max(16, 4 * len(self.plan)),
@@ -309,6 +256,8 @@ class _Boot:
 
     def _attempt(self, served: Served, live: inductor.LiveDirectory) -> str:
         """Warms, checks and verifies; returns what went wrong in words, or an empty string."""
+        # Restored by us, or by a platform into a directory of its own.
+        self.found = inductor.holds_graphs(live.path)
         had = inductor.kernels(live.path)
         before = inductor.counts()
         try:
@@ -323,8 +272,10 @@ class _Boot:
 
     def _attempt_cold(self, served: Served, live: inductor.LiveDirectory) -> str:
         self.live = inductor.set_aside(live, self.key.version_digest[:16])
+        # A version's own broken bundles stay where they are, and what is added to them would not be used. A sibling's
+        # are out of the way once this version has any of its own.
+        self.cache = self._new_cache(self.live) if self.restored.inherited else None
         self.restored = Restored(RestoreOutcome.FAILED, "what was restored broke the compile and was set aside")
-        self.cache = None
         for region in self.regions:
             region.calls, region.counts, region.differences = 0, inductor.Counts(), []
         return self._attempt(served, self.live)
@@ -386,11 +337,6 @@ class _Boot:
 
     # --- report ----------------------------------------------------------------------------------------------------
 
-    def _restored_anything(self) -> bool:
-        # A directory from outside may hold what a platform restored.
-        preset = self.settings.live_dir or self.settings.torch_cache_dir
-        return self.restored.files > 0 or bool(preset)
-
     def _judge(self) -> tuple[Outcome, str]:
         counts = self.counts
         for region in self.regions:
@@ -398,8 +344,6 @@ class _Boot:
                 self.warnings.append(f"the region {region.name} was compiled but never called")
             if region.counts.fx_bypasses:
                 self.warnings.append(f"torch refuses to cache {region.name}, so it compiles on every boot")
-        if not counts.graphs:
-            return Outcome.EAGER, "no compiled region was ever called"
         for item in self.warmed:
             if item.graphs_again:
                 self.warnings.append(f"{item.request.label} compiled {item.graphs_again} graphs when called again")
@@ -410,12 +354,14 @@ class _Boot:
                 retraced=counts.aot_misses,
                 bypasses=counts.fx_bypasses + counts.aot_bypasses,
                 kernels_built=self.kernels_built,
-                restored=self._restored_anything(),
+                restored=self.found,
             )
         )
         if len(self.warmed) < len(self.plan):
             reason += f"; warmed {len(self.warmed)} of {len(self.plan)} requests within WARMSTART_SETUP_BUDGET_S"
-        if outcome is not Outcome.WARM:
+        if self.restored.inherited:
+            reason += f"; {self.restored.reason}"
+        elif outcome is not Outcome.WARM:
             reason += f". {self.why_nothing or self.restored.reason}"
         return outcome, reason
 
@@ -446,9 +392,9 @@ class _Boot:
             "environment": self.key.environment_digest,
             "version": self.key.version_digest,
             "device": self.device,
-            "dtype": _dtype(self.settings, self.device),
+            "dtype": identity.dtype(self.settings, self.device),
             "threads": self.settings.threads,
-            "dynamic": _dynamic(self.settings, self.plan),
+            "dynamic": identity.dynamic(self.settings, self.plan),
             "strategy": self.settings.strategy,
             "live_dir": str(self.live.path) if self.live else None,
             "live_dir_reason": self.live.reason if self.live else None,

@@ -28,7 +28,7 @@ import zstandard
 
 if TYPE_CHECKING:
     import io
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 FORMAT = 1
 SUFFIX = ".tar.zst"
@@ -172,8 +172,17 @@ def unpack(path: Path, name: str, root: Path, limits: Limits) -> tuple[Entry, ..
     return entries
 
 
-def stage(path: Path, name: str, staging: Path, limits: Limits) -> tuple[Entry, ...]:
+def stage(
+    path: Path, name: str, staging: Path, limits: Limits, claim: Callable[[Path, int, Limits], None] | None = None
+) -> tuple[Entry, ...]:
     """Verifies a bundle and writes its files as 0, 1, 2, ... into a private directory.
+
+    Args:
+        path: the bundle.
+        name: the digest that its bytes must have.
+        staging: the directory.
+        limits: bounds on what is written.
+        claim: asked for room for so many bytes before any is written, in place of `check_room`.
 
     Raises:
         BundleError: as for `unpack`.
@@ -188,7 +197,7 @@ def stage(path: Path, name: str, staging: Path, limits: Limits) -> tuple[Entry, 
         _check_name(file, name)
         try:
             with _decompressor(file) as stream:
-                return _read_tar(_Source(stream), staging, limits)
+                return _read_tar(_Source(stream), staging, limits, claim or check_room)
         except zstandard.ZstdError as error:
             raise BundleError(
                 f"The bundle is not a zstd stream of ours ({error}). Delete it from the store."
@@ -430,9 +439,11 @@ class _Source:
             raise BundleError("The bundle goes on after its end. Delete it from the store.")
 
 
-def _read_tar(source: _Source, staging: Path, limits: Limits) -> tuple[Entry, ...]:
+def _read_tar(
+    source: _Source, staging: Path, limits: Limits, claim: Callable[[Path, int, Limits], None]
+) -> tuple[Entry, ...]:
     entries = _read_index(source, limits)
-    check_room(staging, sum(item.size_bytes for item in entries), limits)
+    claim(staging, sum(item.size_bytes for item in entries), limits)
     for number, item in enumerate(entries):
         source.expect(_header(item.path, item.size_bytes, item.executable), f"The header of {item.path}")
         _copy_out(source, item, staging / str(number))

@@ -14,20 +14,27 @@ import shutil
 import tempfile
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from warmstart import bundle as bundles
+from warmstart import siblings
 from warmstart.bundle import TEMPORARY_PREFIX, BundleError, Entry, FileStat, Limits
+from warmstart.compaction import CompactOutcome, compact
 from warmstart.key import Key, nearest
-from warmstart.store import STALE_S, BundleInfo, Store
+from warmstart.store import STALE_S, Address, BundleInfo, Store
+from warmstart.usage import Reads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+COMPACT_ABOVE = 16
+"""A version with more bundles than this, each a request of its own at boot, gets one that holds them all."""
+
 _PARALLEL_PER_STORE = 4
 _REMOVE_PASSES = 10
+_TOLD = 3
 _LONGEST_S = threading.TIMEOUT_MAX / 2  # what waits accept
 
 
@@ -65,6 +72,8 @@ class Restored:
     bytes: int = 0
     seconds: float = 0.0
     skipped: tuple[str, ...] = ()
+    inherited: str | None = None
+    """Digest of the version whose bundles these are, if this one has none of its own."""
 
 
 @dataclass(frozen=True)
@@ -93,25 +102,58 @@ class Cache:
         self._limits = limits or Limits()
         self._kept: dict[tuple[str, str], int] = {}  # (path, sha256) -> bytes of what some bundle holds
         self._read: dict[str, tuple[FileStat, Entry]] = {}  # spares hashing a file again while its stat is the same
+        self._inherited = Reads(live)
         self._saving = threading.Lock()
+        self._compacting = threading.Lock()
 
     def restore(self, deadline_s: float) -> Restored:
-        """Puts the union of all bundles that the sources hold for the key into the live directory."""
+        """Puts the union of all bundles that the sources hold for the key into the live directory.
+
+        If there are none, those of the nearest sibling; of these only what is read from then on is published.
+        """
         started = time.monotonic()
+        ends = started + min(deadline_s, _LONGEST_S)
+        own, entries = self._take(self._key, ends, deadline_s)
+        self._remember(entries)
+        self._kept |= {(item.path, item.sha256): item.size_bytes for item in entries}
+        result = own if own.bundles or time.monotonic() >= ends else self._inherit(own, ends, deadline_s)
+        return replace(result, seconds=time.monotonic() - started)
+
+    def _inherit(self, own: Restored, ends: float, deadline_s: float) -> Restored:
+        # Half of what is left, so that a store which hangs leaves time to fetch from the others.
+        halfway = (time.monotonic() + ends) / 2
+        sibling, unasked = siblings.find(self._key, self._sources, halfway)
+        if sibling is None:
+            return own
+        found, entries = self._take(sibling.key, ends, deadline_s)
+        self._remember(entries)
+        self._inherited.watch(item.path for item in entries)
+        skipped = own.skipped + unasked + found.skipped
+        if not found.bundles:
+            reason = f"{own.reason}; nor from {sibling}: {found.reason}"
+            return replace(own, outcome=RestoreOutcome.FAILED, reason=reason, skipped=skipped)
+        reason = f"inherited from {sibling}: {found.reason}"
+        if problems := own.skipped + unasked:
+            reason = f"{reason}, but {_told(problems)}"
+        outcome = RestoreOutcome.PARTIAL if skipped else RestoreOutcome.RESTORED
+        inherited = sibling.key.version_digest
+        return replace(found, outcome=outcome, reason=reason, skipped=skipped, inherited=inherited)
+
+    def _take(self, key: Key, ends: float, deadline_s: float) -> tuple[Restored, list[Entry]]:
+        """Restores one key's bundles, this version's or a sibling's; also returns what was put in place."""
         try:
             self._live.mkdir(parents=True, exist_ok=True, mode=0o700)
             _remove_stale(self._live)
             staging = Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX, dir=self._live))
         except OSError as error:
             reason = f"the live directory cannot be written ({error.strerror}), so nothing was restored into it"
-            return Restored(RestoreOutcome.FAILED, reason, seconds=time.monotonic() - started)
-        work = _Restore(self._sources, self._key, self._live, self._limits, staging)
+            return Restored(RestoreOutcome.FAILED, reason), []
+        work = _Restore(self._sources, key, self._live, self._limits, staging)
         try:
-            work.run(started + min(deadline_s, _LONGEST_S))
+            work.run(ends)
         finally:
             work.abandon()
-        self._remember(work.installed)
-        return work.result(deadline_s, time.monotonic() - started)
+        return work.result(deadline_s), work.installed
 
     def persist(self, deadline_s: float = 60.0) -> Persisted:
         """Publishes the live directory's files that no bundle holds yet; safe from any thread."""
@@ -124,7 +166,7 @@ class Cache:
             return _late(f"an earlier save to {self._target.location} has not ended", deadline_s, started)
         answer: queue.SimpleQueue[Persisted] = queue.SimpleQueue()
         work = threading.Thread(
-            target=self._save, args=(self._target, started, answer), name="warmstart-persist", daemon=True
+            target=self._save, args=(self._target, started, deadline_s, answer), name="warmstart-persist", daemon=True
         )
         try:
             work.start()
@@ -139,11 +181,10 @@ class Cache:
     def _remember(self, entries: Iterable[Entry]) -> None:
         files = bundles.scan(self._live)
         for item in entries:
-            self._kept[item.path, item.sha256] = item.size_bytes
             if item.path in files and files[item.path].size_bytes == item.size_bytes:
                 self._read[item.path] = files[item.path], item
 
-    def _save(self, target: Store, started: float, answer: queue.SimpleQueue[Persisted]) -> None:
+    def _save(self, target: Store, started: float, deadline_s: float, answer: queue.SimpleQueue[Persisted]) -> None:
         try:
             result = self._publish_new(target, started)
         # The boundary, as in a restore: whatever a store or a disk does here must cost a cache, not a boot.
@@ -153,6 +194,23 @@ class Cache:
         finally:
             self._saving.release()
         answer.put(result)
+        # After the answer, and after the lock is free: neither this save nor the next one waits for it.
+        if result.outcome is not PersistOutcome.FAILED:
+            self._compact(target, started + deadline_s)
+
+    def _compact(self, target: Store, deadline: float) -> None:
+        """Keeps the version's bundles few, if there is time and no other thread is at it; says so if it did."""
+        if time.monotonic() > deadline or not self._compacting.acquire(blocking=False):
+            return
+        try:
+            done = compact(target, self._key, self._live, self._limits, at_most=COMPACT_ABOVE, deadline=deadline)
+            if done.outcome is not CompactOutcome.NOTHING:
+                print(f"warmstart: {done.reason}", flush=True)
+        # The boundary, as in a save; what was published stays, and the next save tries again.
+        except BaseException as error:  # noqa: BLE001
+            print(f"warmstart: the bundles in {target.location} were not compacted: {_cause(error)}", flush=True)
+        finally:
+            self._compacting.release()
 
     def _publish_new(self, target: Store, started: float) -> Persisted:
         chosen, skipped = self._choose(self._new_entries())
@@ -180,7 +238,12 @@ class Cache:
                 # None while a neighbour still writes it: it is new next time.
                 if (item := bundles.entry(self._live, path)) is not None:
                     self._read[path] = found, item
-        return [item for _, item in self._read.values() if (item.path, item.sha256) not in self._kept]
+        unused = self._inherited.unread()
+        return [
+            item
+            for path, (_, item) in self._read.items()
+            if (item.path, item.sha256) not in self._kept and path not in unused
+        ]
 
     def _choose(self, entries: Sequence[Entry]) -> tuple[list[Entry], tuple[str, ...]]:
         """Takes what the limits of a version leave room for, small files first, since graphs are small and many."""
@@ -202,18 +265,37 @@ def explain(key: Key, stores: Sequence[Store]) -> str:
     Raises:
         OSError, StoreError: a store cannot be read.
     """
-    stored: list[Key] = []
+    others: list[Key] = []
+    near: list[siblings.Sibling] = []
+    refused = ""
     for store in stores:
-        if found := store.bundles(key):
+        found, doubt = usable(store, key)
+        if doubt:
+            refused = f"{refused} Those in {store.location} are refused: {doubt}."
+        if found:
             total_bytes = sum(item.size_bytes for item in found)
             return f"Hit: {store.location} holds {_count(len(found), 'bundle')} ({size(total_bytes)}) for this key."
         held = store.keys()
-        stored += [item.facts for item in held if item.facts is not None and item.bundles]
+        others += [item.facts for item in held if item.facts not in (None, key) and item.bundles]
+        near += siblings.nearest(key, store, held)
     places = ", ".join(store.location for store in stores) or "any store, since none is configured"
-    miss = f"Miss: no bundle for this key in {places}."
-    if (best := nearest(key, stored)) is None:
+    miss = f"Miss: no bundle for this key in {places}.{refused}"
+    if sibling := siblings.best(near):
+        differs = f"The nearest stored key differs in its version: {sibling.difference}."
+        return f"{miss} {differs} A boot inherits what still fits."
+    if (best := nearest(key, others)) is None:
         return f"{miss} No other key is stored there either, so the first boot is cold and fills it."
     return f"{miss} The nearest stored key differs in its {best[1]}."
+
+
+def usable(store: Store, key: Address) -> tuple[list[BundleInfo], str]:
+    """The bundles of a key that a boot would fetch, and why it would not fetch others, "" if there are none.
+
+    Raises:
+        OSError, StoreError: the store cannot be read.
+    """
+    doubts = {item: store.doubt(key, item.name) for item in store.bundles(key)}
+    return [item for item, doubt in doubts.items() if not doubt], next(filter(None, doubts.values()), "")
 
 
 def size(count_bytes: int) -> str:
@@ -271,8 +353,11 @@ class _Restore:
         self._running = 0
         self._elsewhere: dict[str, list[tuple[int, BundleInfo]]] = {}  # name -> other sources that have it
         self._listed: dict[int, set[str]] = {}
-        self._relisted: set[int] = set()
+        self._missing: set[tuple[int, str]] = set()
+        self._relisting: dict[int, bool] = {}  # source -> whether the listing under way is too old already
         self._done: set[str] = set()
+        self._room = threading.Lock()
+        self._claimed: dict[Path, int] = {}  # staging directory -> bytes that are about to be written there
         self._skipped: list[str] = []
         self._expired = False
 
@@ -298,7 +383,7 @@ class _Restore:
         self._abandoned.set()
         _remove(self.staging)
 
-    def result(self, deadline_s: float, seconds: float) -> Restored:
+    def result(self, deadline_s: float) -> Restored:
         skipped = list(self._skipped)
         if self._expired:
             skipped.append(f"{_count(self._running, 'answer')} had not come after {deadline_s:g} s")
@@ -306,14 +391,14 @@ class _Restore:
         total_bytes = sum(item.size_bytes for item in self.installed)
         if not self._done:
             outcome = RestoreOutcome.FAILED if skipped else RestoreOutcome.NOTHING
-            reason = f"nothing was restored from {places}: {'; '.join(skipped) or 'it holds no bundle for this key'}"
-            return Restored(outcome, reason, seconds=seconds, skipped=tuple(skipped))
+            reason = f"nothing was restored from {places}: {_told(skipped) or 'it holds no bundle for this key'}"
+            return Restored(outcome, reason, skipped=tuple(skipped))
         reason = f"{_count(len(self._done), 'bundle')} ({size(total_bytes)}) from {places}"
         if skipped:
-            reason = f"{reason}, but {'; '.join(skipped)}"
+            reason = f"{reason}, but {_told(skipped)}"
         outcome = RestoreOutcome.PARTIAL if skipped else RestoreOutcome.RESTORED
         counts = len(self._done), len(self.installed), total_bytes
-        return Restored(outcome, reason, *counts, seconds, tuple(skipped))
+        return Restored(outcome, reason, *counts, skipped=tuple(skipped))
 
     def _start(self, source: int, name: str, job: Callable[[], _Event]) -> None:
         self._running += 1
@@ -346,6 +431,11 @@ class _Restore:
 
     def _handle(self, event: _Event) -> None:
         if isinstance(event, _Listed):
+            # The race: a bundle that was missed after this listing was asked for may still be in it. A later one tells.
+            missing = any((event.source, found.name) in self._missing for found in event.found)
+            if self._relisting.pop(event.source, False) and missing:
+                self._relist(event.source)
+                return
             self._listed[event.source] = {found.name for found in event.found}
             for found in event.found:
                 self._consider(event.source, found)
@@ -372,14 +462,28 @@ class _Restore:
                 f"it has {found.size_bytes} bytes, more than the {self.limits.max_raw_bytes} of"
                 " WARMSTART_MAX_BUNDLE_BYTES"
             )
-        bundles.check_room(self.staging, found.size_bytes, self.limits)
         folder = self.staging / str(next(self._numbers))
         folder.mkdir()
         path = folder / "bundle"
-        self.sources[source].fetch(self.key, found, path)
-        entries = bundles.stage(path, found.name, folder, self.limits)
+        try:
+            self._claim(folder, found.size_bytes, self.limits)
+            self.sources[source].fetch(self.key, found, path)
+            entries = bundles.stage(path, found.name, folder, self.limits, self._claim)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)  # the others may need the room
+            raise
+        finally:
+            with self._room:
+                self._claimed.pop(folder, None)  # what was written is on the disk's own account now
         path.unlink()
         return _Staged(source, found.name, folder, entries)
+
+    def _claim(self, folder: Path, size_bytes: int, limits: Limits) -> None:
+        """Asks for room beside what others are about to write: each alone might fit, and all together not."""
+        with self._room:
+            others_bytes = sum(claimed for other, claimed in self._claimed.items() if other != folder)
+            bundles.check_room(folder, others_bytes + size_bytes, limits)
+            self._claimed[folder] = size_bytes
 
     def _install(self, staged: _Staged) -> None:
         try:
@@ -395,8 +499,9 @@ class _Restore:
             shutil.rmtree(staged.folder, ignore_errors=True)
 
     def _check_total(self, entries: Sequence[Entry]) -> None:
-        total_bytes = sum(item.size_bytes for item in {*self.installed, *entries})
-        if total_bytes > self.limits.max_raw_bytes or len(self.installed) + len(entries) > self.limits.max_files:
+        together = {*self.installed, *entries}
+        total_bytes = sum(item.size_bytes for item in together)
+        if total_bytes > self.limits.max_raw_bytes or len(together) > self.limits.max_files:
             raise BundleError(
                 f"with it the version's bundles pass {size(self.limits.max_raw_bytes)} (WARMSTART_MAX_BUNDLE_BYTES) or"
                 f" {self.limits.max_files} files"
@@ -411,14 +516,25 @@ class _Restore:
             self._skip(event.source, event.name, event.cause)
 
     def _gone(self, event: _Failed) -> None:
-        """A compaction may remove what was just listed; its files are then in a bundle that a new listing names."""
+        """A compaction may remove what was just listed; its files are then in a bundle that a new listing names.
+
+        That one may go too before it is fetched. Each bundle has one more listing, so this ends.
+        """
         del self._elsewhere[event.name]
-        if event.source not in self._relisted:
-            self._relisted.add(event.source)
-            self._listed[event.source] = set()
-            self._list(event.source)
-        elif event.name in self._listed[event.source]:
+        if event.name not in self._listed[event.source]:
+            return  # a later listing, without it, has come already
+        if (event.source, event.name) in self._missing:
             self._skip(event.source, event.name, "it is listed, but is not there")
+            return
+        self._missing.add((event.source, event.name))
+        if event.source in self._relisting:
+            self._relisting[event.source] = True
+        else:
+            self._relist(event.source)
+
+    def _relist(self, source: int) -> None:
+        self._relisting[source] = False
+        self._list(source)
 
     def _skip(self, source: int, name: str, cause: str) -> None:
         what = f"bundle {name[:12]} of " if name else ""
@@ -434,6 +550,12 @@ def _cause(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{type(error).__name__}, {error.strerror}"
     return str(error).rstrip(".") or type(error).__name__
+
+
+def _told(skipped: Sequence[str]) -> str:
+    """Some of many reasons, as one line; a full disk or a missing secret is every bundle's."""
+    rest = [f"{len(skipped) - _TOLD} more were skipped"] if len(skipped) > _TOLD else []
+    return "; ".join([*skipped[:_TOLD], *rest])
 
 
 def _count(number: int, noun: str) -> str:

@@ -122,6 +122,11 @@ def counts() -> Counts:
     )
 
 
+def holds_graphs(live: Path) -> bool:
+    """Whether a live directory has graphs that a compile may find."""
+    return any(path.is_file() for path in (live / "fxgraph").rglob("*"))
+
+
 def kernels(live: Path) -> frozenset[str]:
     """Names of the built kernels in a live directory: shared libraries of the CPU, cubins of a GPU."""
     suffixes = (".so", ".cubin", ".hsaco")

@@ -107,6 +107,7 @@ class Report:
     regions: list[dict[str, Any]]
     requests: list[dict[str, Any]]
     restored: dict[str, Any]
+    """What the stores gave; `inherited` is the digest of the version it was made by, if that was another."""
     persisted: list[dict[str, Any]]
     facts: dict[str, Any]
     """Device, precision, threads, key digests, places."""

@@ -32,10 +32,11 @@ class Served:
 
     report: Report
 
-    def __init__(self, model: Model, cache: Cache | None, *, unplanned: str) -> None:
+    def __init__(self, model: Model, *, unplanned: str, persist_deadline_s: float) -> None:
         self._model = model
-        self._cache = cache
         self._unplanned = unplanned
+        self._persist_deadline_s = persist_deadline_s
+        self._cache: Cache | None = None
         self._planned: frozenset[str] = frozenset()
         self._running = threading.Lock()
         self._unsaved = threading.Event()
@@ -61,9 +62,16 @@ class Served:
         with self._running, inductor.compiling(allowed=True):
             self._model.run(request)
 
-    def finish(self, report: Report, planned: frozenset[str]) -> None:
-        """Ends the boot: from here on the labels in `planned` are known to need no compile."""
+    def finish(self, report: Report, cache: Cache | None, planned: frozenset[str]) -> None:
+        """Ends the boot: from here on the labels in `planned` are known to need no compile.
+
+        Args:
+            report: what the boot did.
+            cache: where to save what a request compiles, if anywhere.
+            planned: labels of the requests that are ready.
+        """
         self.report = report
+        self._cache = cache
         self._planned = planned
         atexit.register(self._save_at_exit)
 
@@ -87,7 +95,7 @@ class Served:
     def _save(self) -> None:
         if self._cache is not None:
             self._unsaved.clear()
-            print(f"warmstart: a request compiled; {self._cache.persist().reason}", flush=True)
+            print(f"warmstart: a request compiled; {self._cache.persist(self._persist_deadline_s).reason}", flush=True)
 
     def _save_at_exit(self) -> None:
         if self._cache is not None and self._unsaved.is_set():

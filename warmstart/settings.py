@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from warmstart.trust import MIN_SECRET_CHARACTERS, Secrets
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -88,9 +90,15 @@ class Settings:
     )
     setup_budget_s: float = _setting(0.0, "Stop warming further requests after this long; 0 is no limit.", minimum=0)
     cache_url: str = _setting("cache", "Store to restore from and publish to: a directory or an object-store URL.")
+    cache_secret: Secrets = _setting(  # noqa: RUF009  this makes a field, and secrets never change
+        Secrets(),
+        "Signs bundles; others are then refused. Two, the new one first, while it is changed.",
+    )
     restore_deadline_s: float = _setting(60.0, "Longest wait for the stores at boot.", minimum=0)
     persist_deadline_s: float = _setting(60.0, "Longest wait for one save.", minimum=0)
-    max_bundle_bytes: int = _setting(4_000_000_000, "Most bytes that one version's bundles hold together, unpacked.", minimum=1)
+    max_bundle_bytes: int = _setting(
+        4_000_000_000, "Most bytes that one version's bundles hold together, unpacked.", minimum=1
+    )
     live_dir: str = _setting("", "Where compiled code lives while the process runs, in place of a directory per key.")
     self_check: bool = _setting(True, "Compare each region with its eager self at boot.")
     report_path: str = _setting("", "File to write the boot report to, as JSON.")
@@ -175,6 +183,8 @@ def _parse(variable: str, text: str, field: dataclasses.Field[Any]) -> Any:
         return _parse_bool(variable, text)
     if isinstance(field.default, (int, float)):
         return _parse_number(variable, text, type(field.default), field.metadata["minimum"])
+    if isinstance(field.default, Secrets):
+        return _parse_secrets(variable, text)
     if isinstance(field.default, tuple):
         return tuple(item.strip() for item in text.split(",") if item.strip())
     return text
@@ -197,6 +207,18 @@ def _parse_number(variable: str, text: str, kind: type[int] | type[float], minim
     if not minimum <= value < 1e15:
         raise SettingsError(_bad(variable, text, allowed))
     return value
+
+
+def _parse_secrets(variable: str, text: str) -> Secrets:
+    """One or two, separated by a comma or a line break; an error says nothing of what they are."""
+    found = [item.strip() for item in text.replace("\n", ",").split(",") if item.strip()]
+    try:
+        return Secrets(*(found or [""]))  # a lone comma is a mistake, not a wish for no signatures
+    except ValueError as error:
+        raise SettingsError(
+            f"{variable} holds {error}; allowed: one secret of at least {MIN_SECRET_CHARACTERS} characters without a"
+            " comma, or two with a comma between them. `openssl rand -hex 32` makes one."
+        ) from None
 
 
 def _bad(variable: str, value: str, allowed: str) -> str:

@@ -2,7 +2,8 @@
 
 Layout: `<store>/<environment>/environment.json`, `<store>/<environment>/<version>/version.json` and
 `<store>/<environment>/<version>/<sha256>.tar.zst`. A bundle never changes once it has its name, and nobody points at
-one, so publishing needs no lock and no conditional write, which some object stores accept and ignore.
+one, so publishing needs no lock and no conditional write, which some object stores accept and ignore. Beside a bundle
+may lie small notes of its name: `.hmac`, its signature, and `.covered`, which bundle holds all that it does.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ import time
 import urllib.parse
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
-from warmstart.bundle import SUFFIX, TEMPORARY_PREFIX
+from warmstart.bundle import SUFFIX, TEMPORARY_PREFIX, BundleError
 from warmstart.key import Key, KeyFactError
+from warmstart.trust import Secrets, distrust
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -30,10 +32,14 @@ if TYPE_CHECKING:
 STALE_S = 3600
 """A temporary file older than this was left by a process that died."""
 
+SIGNATURE = ".hmac"
+COVERED = ".covered"
+
 _CHUNK_BYTES = 1 << 20
+_MAX_NOTE_BYTES = 4096
 _MAX_FACTS_BYTES = 1 << 20
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_BUNDLE = re.compile(r"([0-9a-f]{64})" + re.escape(SUFFIX))
+_FILE = re.compile(r"([0-9a-f]{64})(" + "|".join(map(re.escape, (SUFFIX, SIGNATURE, COVERED))) + ")")
 _SCHEMES = ("s3", "gs", "az")
 # Small enough for the client's 30 s per request at 0.3 MB/s. Its own options are not set here, since setting one
 # discards all that the user set by variables (AWS_ALLOW_HTTP, a proxy).
@@ -52,6 +58,16 @@ class BundleInfo:
 
     name: str
     size_bytes: int
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A bundle or a note as listed: the bundle's name, which of them it is, and since when it is there."""
+
+    name: str
+    suffix: str
+    size_bytes: int
+    modified_s: float
 
 
 @dataclass(frozen=True)
@@ -97,6 +113,10 @@ class Store(Protocol):
         """Lists one key's bundles, sorted by name; none if the key is not there."""
         ...
 
+    def files(self, key: Address) -> list[StoredFile]:
+        """Lists one key's bundles and their notes, sorted; none if the key is not there."""
+        ...
+
     def fetch(self, key: Address, bundle: BundleInfo, into: Path) -> None:
         """Copies a bundle to a file, unverified, but never more bytes than were listed.
 
@@ -109,22 +129,52 @@ class Store(Protocol):
         """Adds a bundle and the key's facts; False if a whole bundle of that name is there already."""
         ...
 
+    def doubt(self, key: Address, name: str) -> str:
+        """Says why a bundle would not be fetched, "" if nothing is against it."""
+        ...
 
-def open_store(location: str) -> Store:
+    def note(self, key: Address, name: str, suffix: str) -> str | None:
+        """Reads a note; None if there is none."""
+        ...
+
+    def write_note(self, key: Address, name: str, suffix: str, text: str) -> None:
+        """Adds or replaces a note; the key must be there."""
+        ...
+
+    def remove(self, key: Address, name: str, suffix: str) -> None:
+        """Removes a bundle or a note, if it is there."""
+        ...
+
+    def remove_facts(self, key: Address) -> None:
+        """Removes what is left of a key without bundles, and of its environment if that was its last key."""
+        ...
+
+
+def open_store(location: str, secrets: Secrets | None = None) -> Store:
     """Opens a directory path, a file:// URL or an object store's URL; nothing is read or created yet.
+
+    Args:
+        location: what the user wrote.
+        secrets: with any, bundles are signed, and those without a right signature are not fetched.
 
     Raises:
         StoreError: the location is none of these, or its client is not installed.
     """
+    if secrets:
+        return SignedStore(_open(location, signed=True), secrets)
+    return _open(location, signed=False)
+
+
+def _open(location: str, *, signed: bool) -> Store:
     scheme, separator, rest = location.partition("://")
     if not separator:
         if not location.strip():
             raise StoreError(
                 'The store\'s location is empty. Set WARMSTART_CACHE_URL to a directory, or to "s3://...".'
             )
-        return DirectoryStore(Path(location).expanduser(), location)
+        return DirectoryStore(Path(location).expanduser(), location, signed=signed)
     if scheme == "file":
-        return DirectoryStore(_file_url_path(location), location)
+        return DirectoryStore(_file_url_path(location), location, signed=signed)
     if scheme not in _SCHEMES or not rest.strip("/"):
         raise StoreError(
             f"The store's location is {location!r}, which names no store. Set WARMSTART_CACHE_URL to a directory, or to"
@@ -137,40 +187,45 @@ class DirectoryStore:
     """Bundles in a directory, local or on a network file system.
 
     A root that is made here is for its owner alone, since whoever can write there can run code here. What lies inside
-    is readable by all, so that a store copied into an image serves whichever user the container runs as.
+    is readable by all, so that a store copied into an image serves whichever user the container runs as. A store that
+    others can write to is neither read nor written; whether they can is asked each time, as it may change.
     """
 
-    def __init__(self, root: Path, location: str | None = None) -> None:
+    def __init__(self, root: Path, location: str | None = None, *, signed: bool = False) -> None:
         self.location = location if location is not None else str(root)
         self._root = root
+        self._signed = signed
 
     def keys(self) -> list[StoredKey]:
         """Lists everything, sorted."""
+        self._check(self._root)
         return [
-            StoredKey(environment.name, version.name, self._facts(version), tuple(_bundles_in(version)))
+            StoredKey(environment.name, version.name, self._facts(version), tuple(_bundles(self._files_in(version))))
             for environment in _digest_folders(self._root)
             for version in _digest_folders(environment)
         ]
 
     def bundles(self, key: Address) -> list[BundleInfo]:
         """Lists one key's bundles, sorted by name; none if the key is not there."""
-        return _bundles_in(self._folder(key))
+        return _bundles(self.files(key))
+
+    def files(self, key: Address) -> list[StoredFile]:
+        """Lists one key's bundles and their notes, sorted; none if the key is not there."""
+        return self._files_in(self._folder(key))
 
     def fetch(self, key: Address, bundle: BundleInfo, into: Path) -> None:
         """Copies a bundle to a file, unverified, but never more bytes than were listed."""
-        path = self._folder(key) / f"{bundle.name}{SUFFIX}"
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with os.fdopen(descriptor, "rb") as source:
+        self._check(self._folder(key))
+        with _open_plain(self._path(key, bundle.name, SUFFIX)) as source:
             _write_pieces(iter(lambda: source.read(_CHUNK_BYTES), b""), bundle, into)
 
     def publish(self, key: Key, path: Path, name: str) -> bool:
         """Adds a bundle and the key's facts; False if a whole bundle of that name is there already."""
-        folder = self._folder(key)
-        self._make_folders(folder)
+        folder = self._prepare(key)
         _remove_stale(folder)
         _write_facts(folder.parent / "environment.json", key.environment)
         _write_facts(folder / "version.json", key.version)
-        target = folder / f"{name}{SUFFIX}"
+        target = self._path(key, name, SUFFIX)
         # Another size under the right name was cut short by a full disk or a crash; it is replaced.
         if target.is_file() and target.stat().st_size == path.stat().st_size:
             return False
@@ -178,16 +233,71 @@ class DirectoryStore:
             _write_atomic(target, iter(lambda: source.read(_CHUNK_BYTES), b""))
         return True
 
+    def doubt(self, key: Address, name: str) -> str:
+        """Says why a bundle would not be fetched, "" if nothing is against it."""
+        return ""
+
+    def note(self, key: Address, name: str, suffix: str) -> str | None:
+        """Reads a note; None if there is none."""
+        self._check(self._folder(key))
+        try:
+            with _open_plain(self._path(key, name, suffix)) as file:
+                return file.read(_MAX_NOTE_BYTES).decode(errors="replace")
+        except FileNotFoundError:
+            return None
+
+    def write_note(self, key: Address, name: str, suffix: str, text: str) -> None:
+        """Adds or replaces a note; its directories are made where absent."""
+        self._prepare(key)
+        _write_atomic(self._path(key, name, suffix), [text.encode()])
+
+    def remove(self, key: Address, name: str, suffix: str) -> None:
+        """Removes a bundle or a note, if it is there."""
+        self._check(self._folder(key))
+        self._path(key, name, suffix).unlink(missing_ok=True)
+
+    def remove_facts(self, key: Address) -> None:
+        """Removes what is left of a key without bundles, and of its environment if that was its last key."""
+        folder = self._folder(key)
+        self._check(folder)
+        (folder / "version.json").unlink(missing_ok=True)
+        # A directory that is not empty stays: somebody published there just now.
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+        if not _digest_folders(folder.parent):
+            (folder.parent / "environment.json").unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                folder.parent.rmdir()
+
     def _folder(self, key: Address) -> Path:
         return self._root / key.environment_digest / key.version_digest
 
-    def _make_folders(self, folder: Path) -> None:
+    def _path(self, key: Address, name: str, suffix: str) -> Path:
+        return self._folder(key) / f"{name}{suffix}"
+
+    def _files_in(self, folder: Path) -> list[StoredFile]:
+        self._check(folder)
+        return _files_in(folder)
+
+    def _check(self, folder: Path) -> None:
+        """Refuses a directory that others can write to, from the root down to the given one."""
+        below = folder.relative_to(self._root).parts
+        for depth in range(len(below) + 1):
+            part = self._root.joinpath(*below[:depth])
+            if reason := distrust(part, signed=self._signed, follow=depth == 0):
+                raise StoreError(f"{reason}. Until then nothing is read from or written to {self.location}.")
+
+    def _prepare(self, key: Address) -> Path:
+        folder = self._folder(key)
+        self._check(folder)
         self._root.parent.mkdir(parents=True, exist_ok=True)
         for made, mode in ((self._root, 0o700), (folder.parent, 0o755), (folder, 0o755)):
             # Another replica may make it first; then it is that one's business.
             with contextlib.suppress(FileExistsError):
-                made.mkdir()
+                made.mkdir(mode=mode)  # at once with its mode: others may look, or write, before the next line
                 made.chmod(mode)
+        self._check(folder)  # what another made meanwhile
+        return folder
 
     def _facts(self, version: Path) -> Key | None:
         try:
@@ -218,38 +328,68 @@ class ObjectStore:
 
     def keys(self) -> list[StoredKey]:
         """Lists everything, sorted."""
-        found: dict[tuple[str, str], list[BundleInfo]] = {}
-        for path, size_bytes in self._list(None):
-            if (place := _parse_place(path)) is not None:
-                environment, version, name = place
-                found.setdefault((environment, version), []).append(BundleInfo(name, size_bytes))
+        found: dict[tuple[str, str], list[StoredFile]] = {}
+        for place, file in self._list(None):
+            found.setdefault(place, []).append(file)
         return [
-            StoredKey(environment, version, self._facts(environment, version), _sorted(bundles))
-            for (environment, version), bundles in sorted(found.items())
+            StoredKey(*place, self._facts(*place), tuple(_bundles(sorted(files, key=_order))))
+            for place, files in sorted(found.items())
         ]
 
     def bundles(self, key: Address) -> list[BundleInfo]:
         """Lists one key's bundles, sorted by name; none if the key is not there."""
-        prefix = f"{key.environment_digest}/{key.version_digest}"
-        places = ((_parse_place(path), size_bytes) for path, size_bytes in self._list(prefix))
-        return list(_sorted(BundleInfo(place[2], size_bytes) for place, size_bytes in places if place is not None))
+        return _bundles(self.files(key))
+
+    def files(self, key: Address) -> list[StoredFile]:
+        """Lists one key's bundles and their notes, sorted; none if the key is not there."""
+        return sorted((file for _, file in self._list(_prefix(key))), key=_order)
 
     def fetch(self, key: Address, bundle: BundleInfo, into: Path) -> None:
         """Copies a bundle to a file, unverified, but never more bytes than were listed."""
         with self._asking("fetch a bundle", missing=True):
-            _write_pieces(self._parts(_object(key, bundle.name), bundle.size_bytes), bundle, into)
+            _write_pieces(self._parts(_object(key, bundle.name, SUFFIX), bundle.size_bytes), bundle, into)
 
     def publish(self, key: Key, path: Path, name: str) -> bool:
         """Adds a bundle and the key's facts; False if a whole bundle of that name is there already."""
         self._write_facts(f"{key.environment_digest}/environment.json", key.environment)
-        self._write_facts(f"{key.environment_digest}/{key.version_digest}/version.json", key.version)
-        target = _object(key, name)
+        self._write_facts(f"{_prefix(key)}/version.json", key.version)
+        target = _object(key, name, SUFFIX)
         if self._size_bytes(target) == path.stat().st_size:
             return False
         with self._asking("publish a bundle"):
             # A path is sent in parts, so the bundle is never in memory; objects appear whole or not at all.
             self._obstore.put(self._store, target, path, chunk_size=_PART_BYTES)
         return True
+
+    def doubt(self, key: Address, name: str) -> str:
+        """Says why a bundle would not be fetched, "" if nothing is against it."""
+        return ""
+
+    def note(self, key: Address, name: str, suffix: str) -> str | None:
+        """Reads a note; None if there is none."""
+        try:
+            return self._read_small(_object(key, name, suffix)).decode(errors="replace")
+        except FileNotFoundError:
+            return None
+
+    def write_note(self, key: Address, name: str, suffix: str, text: str) -> None:
+        """Adds or replaces a note."""
+        with self._asking("write a note"):
+            self._obstore.put(self._store, _object(key, name, suffix), text.encode())
+
+    def remove(self, key: Address, name: str, suffix: str) -> None:
+        """Removes a bundle or a note, if it is there."""
+        self._delete(_object(key, name, suffix))
+
+    def remove_facts(self, key: Address) -> None:
+        """Removes what is left of a key without bundles, and of its environment if that was its last key."""
+        self._delete(f"{_prefix(key)}/version.json")
+        if not any(place[0] == key.environment_digest for place, _ in self._list(key.environment_digest)):
+            self._delete(f"{key.environment_digest}/environment.json")
+
+    def _delete(self, path: str) -> None:
+        with contextlib.suppress(FileNotFoundError), self._asking("delete an object", missing=True):
+            self._obstore.delete(self._store, path)
 
     def _parts(self, path: str, size_bytes: int) -> Iterator[bytes]:
         for start in range(0, size_bytes, _PART_BYTES):
@@ -283,11 +423,15 @@ class ObjectStore:
         except FileNotFoundError:
             return None
 
-    def _list(self, prefix: str | None) -> Iterator[tuple[str, int]]:
+    def _list(self, prefix: str | None) -> Iterator[tuple[tuple[str, str], StoredFile]]:
+        """Yields what has a name of ours, with the environment and version that it lies in."""
         with self._asking("list"):
             for batch in self._obstore.list(self._store, prefix=prefix):
                 for item in batch:
-                    yield item["path"], item["size"]
+                    if found := _parse_place(item["path"]):
+                        environment, version, name, suffix = found
+                        modified_s = item["last_modified"].timestamp()
+                        yield (environment, version), StoredFile(name, suffix, item["size"], modified_s)
 
     @contextlib.contextmanager
     def _asking(self, what: str, missing: bool = False) -> Iterator[None]:
@@ -304,6 +448,94 @@ class ObjectStore:
             ) from error
 
 
+class SignedStore:
+    """A store of which only bundles with a right signature are fetched, and to which only such are published.
+
+    A signature is over the bundle's name, which is the digest of its bytes, and over the two digests of its key, so it
+    can be moved neither to other bytes nor to another machine's code. It is compared before the bundle is fetched.
+    """
+
+    def __init__(self, inner: Store, secrets: Secrets) -> None:
+        self.location = inner.location
+        self._inner = inner
+        self._secrets = secrets
+
+    def keys(self) -> list[StoredKey]:
+        """Lists everything, sorted; signatures are not looked at."""
+        return self._inner.keys()
+
+    def bundles(self, key: Address) -> list[BundleInfo]:
+        """Lists one key's bundles, sorted by name; signatures are not looked at."""
+        return self._inner.bundles(key)
+
+    def files(self, key: Address) -> list[StoredFile]:
+        """Lists one key's bundles and their notes, sorted."""
+        return self._inner.files(key)
+
+    def fetch(self, key: Address, bundle: BundleInfo, into: Path) -> None:
+        """Copies a bundle to a file, if its signature is right; its bytes are still to be compared with its name.
+
+        Raises:
+            BundleError: the signature is missing or wrong.
+        """
+        if reason := self.doubt(key, bundle.name):
+            # The race: signature and bundle may have been removed since they were listed. The signature is there as
+            # long as the bundle is, so a bundle that is still listed never had one.
+            if all(item.name != bundle.name for item in self._inner.bundles(key)):
+                raise FileNotFoundError(bundle.name)
+            raise BundleError(reason)
+        self._inner.fetch(key, bundle, into)
+
+    def publish(self, key: Key, path: Path, name: str) -> bool:
+        """Signs and adds a bundle; one that is there already is signed anew if the first secret did not sign it."""
+        there = any(item.name == name for item in self._inner.bundles(key))
+        if not there or not self.is_current(key, name):
+            # Before the bundle: whoever sees that, sees its signature.
+            self._sign(key, name)
+        published = self._inner.publish(key, path, name)
+        # The race: somebody removed the same signature, left from a removed bundle of this name, as we wrote it.
+        if not self.is_current(key, name):
+            self._sign(key, name)
+        return published
+
+    def doubt(self, key: Address, name: str) -> str:
+        """Says why a bundle would not be fetched, "" if nothing is against it."""
+        signature = self._inner.note(key, name, SIGNATURE)
+        if signature is None:
+            return "it has no signature, and with WARMSTART_CACHE_SECRET only signed bundles are used"
+        if not self._secrets.accepts(signature.strip(), *_signed_parts(key, name)):
+            return "its signature was made with another secret than WARMSTART_CACHE_SECRET, or for other bytes"
+        return self._inner.doubt(key, name)
+
+    def note(self, key: Address, name: str, suffix: str) -> str | None:
+        """Reads a note; None if there is none."""
+        return self._inner.note(key, name, suffix)
+
+    def write_note(self, key: Address, name: str, suffix: str, text: str) -> None:
+        """Adds or replaces a note."""
+        self._inner.write_note(key, name, suffix, text)
+
+    def remove(self, key: Address, name: str, suffix: str) -> None:
+        """Removes a bundle or a note, if it is there."""
+        self._inner.remove(key, name, suffix)
+
+    def remove_facts(self, key: Address) -> None:
+        """Removes what is left of a key without bundles, and of its environment if that was its last key."""
+        self._inner.remove_facts(key)
+
+    def is_current(self, key: Address, name: str) -> bool:
+        """Whether the secret that signs now has signed the bundle."""
+        signature = self._inner.note(key, name, SIGNATURE) or ""
+        return self._secrets.is_by_first(signature.strip(), *_signed_parts(key, name))
+
+    def _sign(self, key: Address, name: str) -> None:
+        self._inner.write_note(key, name, SIGNATURE, self._secrets.sign(*_signed_parts(key, name)) + "\n")
+
+
+def _signed_parts(key: Address, name: str) -> tuple[str, str, str]:
+    return key.environment_digest, key.version_digest, name
+
+
 def _file_url_path(location: str) -> Path:
     parsed = urllib.parse.urlsplit(location)
     if parsed.netloc not in ("", "localhost") or not parsed.path:
@@ -311,21 +543,29 @@ def _file_url_path(location: str) -> Path:
     return Path(urllib.parse.unquote(parsed.path))
 
 
-def _object(key: Address, name: str) -> str:
-    return f"{key.environment_digest}/{key.version_digest}/{name}{SUFFIX}"
+def _prefix(key: Address) -> str:
+    return f"{key.environment_digest}/{key.version_digest}"
 
 
-def _parse_place(path: str) -> tuple[str, str, str] | None:
+def _object(key: Address, name: str, suffix: str) -> str:
+    return f"{_prefix(key)}/{name}{suffix}"
+
+
+def _parse_place(path: str) -> tuple[str, str, str, str] | None:
     environment, _, rest = path.partition("/")
     version, _, file = rest.partition("/")
-    name = _BUNDLE.fullmatch(file)
-    if name and _DIGEST.fullmatch(environment) and _DIGEST.fullmatch(version):
-        return environment, version, name[1]
+    found = _FILE.fullmatch(file)
+    if found and _DIGEST.fullmatch(environment) and _DIGEST.fullmatch(version):
+        return environment, version, found[1], found[2]
     return None
 
 
-def _sorted(bundles: Iterable[BundleInfo]) -> tuple[BundleInfo, ...]:
-    return tuple(sorted(bundles, key=lambda bundle: bundle.name))
+def _order(file: StoredFile) -> tuple[str, str]:
+    return file.name, file.suffix
+
+
+def _bundles(files: Iterable[StoredFile]) -> list[BundleInfo]:
+    return [BundleInfo(file.name, file.size_bytes) for file in files if file.suffix == SUFFIX]
 
 
 def _digest_folders(folder: Path) -> list[Path]:
@@ -337,8 +577,8 @@ def _digest_folders(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(names)]
 
 
-def _bundles_in(folder: Path) -> list[BundleInfo]:
-    found: list[BundleInfo] = []
+def _files_in(folder: Path) -> list[StoredFile]:
+    found: list[StoredFile] = []
     try:
         items = list(os.scandir(folder))
     except FileNotFoundError:
@@ -346,9 +586,15 @@ def _bundles_in(folder: Path) -> list[BundleInfo]:
     for item in items:
         # Gone since it was listed: a compaction, not an error.
         with contextlib.suppress(FileNotFoundError):
-            if (name := _BUNDLE.fullmatch(item.name)) and item.is_file(follow_symlinks=False):
-                found.append(BundleInfo(name[1], item.stat(follow_symlinks=False).st_size))
-    return list(_sorted(found))
+            if (name := _FILE.fullmatch(item.name)) and item.is_file(follow_symlinks=False):
+                got = item.stat(follow_symlinks=False)
+                found.append(StoredFile(name[1], name[2], got.st_size, got.st_mtime))
+    return sorted(found, key=_order)
+
+
+def _open_plain(path: Path) -> BinaryIO:
+    """Opens a file without following a link and without waiting for a pipe."""
+    return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
 
 
 def _write_pieces(pieces: Iterator[bytes], bundle: BundleInfo, into: Path) -> None:

@@ -31,6 +31,10 @@ def main() -> None:
         names["model"] = model
         exec(order["after"], names)
         answer["after"] = names["answer"]
+    # What a request compiled is saved beside it, with a line of its own; the answer comes after that.
+    for thread in threading.enumerate():
+        if thread.name == "warmstart-save":
+            thread.join()
     print("\n" + json.dumps(answer))
 
 

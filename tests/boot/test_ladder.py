@@ -116,7 +116,9 @@ def test_a_directory_that_the_platform_set_is_used_and_only_added_to(boot, fille
     preset = tmp_path / "preset"
     preset.mkdir()
     (preset / "theirs").write_text("kept")
-    booted = boot(filled[0], before=ONE, environment={**SMALL, "TORCHINDUCTOR_CACHE_DIR": str(preset)})
+    # A copy, since what lies in that directory is published along with the rest.
+    store = shutil.copytree(filled[0], tmp_path / "store")
+    booted = boot(store, before=ONE, environment={**SMALL, "TORCHINDUCTOR_CACHE_DIR": str(preset)})
     assert booted.report["outcome"] == "warm"
     assert booted.report["facts"]["live_dir"] == str(preset)
     assert (preset / "theirs").read_text() == "kept"
@@ -150,8 +152,7 @@ def test_an_unplanned_shape_runs_uncompiled_by_default(boot, filled, fullgraph, 
 
 
 def test_an_unplanned_shape_is_compiled_and_kept_where_that_is_the_policy(boot, filled, tmp_path):
-    store = tmp_path / "store"
-    shutil.copytree(filled[0], store)
+    store = shutil.copytree(filled[0], tmp_path / "store")
     wide = [["three", "3:2", 1, 8, 1.0, 12]]
     environment = {**SMALL, "WARMSTART_UNPLANNED": "compile"}
     booted = boot(store, draw=[*wide, *wide], before=ONE, environment=environment)

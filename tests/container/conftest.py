@@ -64,7 +64,11 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def boot_environment(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Settings for boots of the real model: one store for all tests, so that only the first boot compiles."""
-    return {"WARMSTART_MODEL": str(model_dir), "WARMSTART_CACHE_URL": str(tmp_path_factory.mktemp("store"))}
+    return {
+        "WARMSTART_MODEL": str(model_dir),
+        "WARMSTART_CACHE_URL": str(tmp_path_factory.mktemp("store")),
+        "TMPDIR": str(tmp_path_factory.mktemp("tmp")),
+    }
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -143,6 +144,12 @@ def test_a_whole_number_written_with_a_point_is_a_whole_number(server: Server) -
     """In JSON 2.0 is an integer: the server lets it through, and some languages write no other form."""
     body = succeeded(server, **SHORT | {"num_inference_steps": 2.0, "seed": 1.0}, num_outputs=2.0, upscale=2.0)
     assert pixels(body) == pixels(succeeded(server, **SHORT, num_outputs=2, upscale=2))
+
+
+def test_files_of_old_predictions_are_removed(server: Server, boot_environment: dict[str, str]) -> None:
+    for _ in range(6):
+        succeeded(server, **SHORT)
+    assert len(list(Path(boot_environment["TMPDIR"]).glob("prediction-*"))) == 4
 
 
 def test_an_unknown_field_is_dropped(server: Server) -> None:

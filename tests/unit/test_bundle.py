@@ -1,16 +1,22 @@
 """Bundles: what goes in, that the same work has the same name, and that nothing hostile or broken comes out."""
 
+import bz2
+import contextlib
 import errno
 import fcntl
+import gzip
 import hashlib
 import io
 import json
+import lzma
 import os
 import random
+import shutil
 import subprocess
 import tarfile
 import threading
 import tracemalloc
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +28,8 @@ from artifacts import GRAPH, LIMITS, TREE, contents, elf, entries, fill, in_name
 from warmstart import bundle
 from warmstart.bundle import BundleError, Entry, Limits
 
-MUTATIONS = 300
+MUTATIONS = 2400
+PEAK_BYTES = 12 << 20
 
 
 @pytest.fixture
@@ -305,13 +312,13 @@ def test_a_path_that_is_not_plain_is_refused(tmp_path: Path, path: str) -> None:
     refused(tmp_path, compressed(forged([index(line(path)), member("a", b"x")])), "may not be in a bundle")
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE, tarfile.DIRTYPE,
-        tarfile.GNUTYPE_SPARSE, tarfile.CONTTYPE, tarfile.XGLTYPE, tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME,
-    ],
-)  # fmt: skip
+KINDS = [
+    tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE, tarfile.DIRTYPE,
+    tarfile.GNUTYPE_SPARSE, tarfile.CONTTYPE, tarfile.XGLTYPE, tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_only_regular_files_are_accepted(tmp_path: Path, kind: bytes) -> None:
     refused(tmp_path, compressed(forged([index(line("a")), member("a", b"x", kind)])), "not as the bundle's index says")
 
@@ -436,30 +443,134 @@ def dots(chance: random.Random, data: bytes) -> bytes:
     return data.replace(path, b"../" * 3 + path[9:])
 
 
-MUTATORS: list[Mutation] = [flip, truncate, overwrite, swap_blocks, drop_block, repeat_block, digit, dots]
+def members_of(data: bytes) -> list[tuple[tarfile.TarInfo, bytes]]:
+    """The members of a good tar, to be put together again otherwise."""
+    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+        return [(info, tar.extractfile(info).read()) for info in tar.getmembers()]  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("mutate", MUTATORS)
-def test_a_mutated_bundle_is_refused_or_harmless(tree: Path, tmp_path: Path, mutate: Mutation) -> None:
-    """Whatever bytes stand under the right name: refused whole, or the very files that were packed."""
-    good = tar_of(tree, tmp_path / "out")
-    raw = packed(tree, tmp_path / "out").path.read_bytes()
-    chance = random.Random(f"{mutate.__name__}")
+def swap_members(chance: random.Random, data: bytes) -> bytes:
+    found = members_of(data)
+    one, two = chance.sample(range(len(found)), 2)
+    found[one], found[two] = found[two], found[one]
+    return forged(found)
+
+
+def duplicate(chance: random.Random, data: bytes) -> bytes:
+    """A member twice, in the index too or not."""
+    found = members_of(data)
+    again = chance.randrange(1, len(found))
+    lines = json.loads(found[0][1])["files"]
+    if chance.random() < 0.5:
+        found[0] = index(*lines[:again], *lines[again - 1 :])
+    return forged([*found[: again + 1], *found[again:]])
+
+
+def rename(chance: random.Random, data: bytes) -> bytes:
+    """An absolute, climbing or otherwise odd path, where index and header agree."""
+    found = members_of(data)
+    lines = json.loads(found[0][1])["files"]
+    at = chance.randrange(len(lines))
+    lines[at]["path"] = path = chance.choice([*PATHS, f"/{lines[at]['path']}", f"../{lines[at]['path']}"])
+    with contextlib.suppress(UnicodeEncodeError, ValueError):
+        found[at + 1] = member(path, found[at + 1][1])
+        return forged([index(*lines), *found[1:]])
+    return forged([index(*lines), *found[1 : at + 1]])
+
+
+def retype(chance: random.Random, data: bytes) -> bytes:
+    """A link, a device, a pipe, a sparse file: what a member is, and where it points."""
+    found = members_of(data)
+    info = found[chance.randrange(len(found))][0]
+    info.type = chance.choice(KINDS)
+    info.linkname = chance.choice(["", "/etc/passwd", "../neighbour", "old"])
+    return forged(found)
+
+
+def bomb(chance: random.Random, data: bytes) -> bytes:
+    """Much of nothing: in a member, after the end, or promised only."""
+    found = members_of(data)
+    zeros = bytes(chance.randrange(1 << 20, 3 << 20))
+    where = chance.randrange(3)
+    if where == 0:
+        return data + zeros
+    lines = json.loads(found[0][1])["files"]
+    if where == 1:
+        return forged([index(line("zeros", zeros)), member("zeros", zeros)])
+    lines[0]["size"] = chance.choice([1 << 62, 1 << 40, 10**30, len(zeros)])
+    return forged([index(*lines), *found[1:]])
+
+
+def wrong_index(chance: random.Random, data: bytes) -> bytes:
+    """A line that is missing, is one too many, or says something else."""
+    found = members_of(data)
+    lines = json.loads(found[0][1])["files"]
+    at = chance.randrange(len(lines))
+    odd = chance.choice([None, -1, 1.5, True, "x", [], {}, 1 << 70, "0" * 64, "\ud800", ""])
+    change = chance.randrange(4)
+    if change == 0:
+        del lines[at]
+    elif change == 1:
+        lines.insert(at, line("zz/extra"))
+    elif change == 2:
+        lines[at][chance.choice(["path", "size", "sha256", "executable", "format"])] = odd
+    else:
+        lines[at] = odd
+    return forged([index(*lines), *found[1:]])
+
+
+def foreign(chance: random.Random, data: bytes) -> bytes:
+    """The same tar, packed by something else."""
+    pack = chance.choice([gzip.compress, bz2.compress, lzma.compress, zlib.compress, bytes])
+    return pack(data)[chance.choice([0, 0, 1]) :]
+
+
+INSIDE: list[Mutation] = [
+    flip, truncate, overwrite, swap_blocks, drop_block, repeat_block, digit, dots, swap_members, duplicate, rename,
+    retype, bomb, wrong_index,
+]  # fmt: skip
+OUTSIDE: list[Mutation] = [flip, truncate, overwrite, foreign]
+SMALL = Limits(max_raw_bytes=1 << 20, max_file_bytes=1 << 20, max_files=50, reserve_bytes=0)
+
+
+def mutated(mutate: Mutation, tree: Path, directory: Path, inside: bool) -> Iterator[bytes]:
+    """Bundles that somebody made who may write to the store: of a changed tar, or changed after packing."""
+    good = tar_of(tree, directory)
+    whole = packed(tree, directory).path.read_bytes()
+    chance = random.Random(f"{mutate.__name__} {inside}")
+    for _ in range(MUTATIONS // (len(INSIDE) + len(OUTSIDE)) + 1):
+        yield compressed(mutate(chance, good)) if inside else mutate(chance, good if mutate is foreign else whole)
+
+
+@pytest.mark.parametrize(
+    ("mutate", "inside"), [(mutate, True) for mutate in INSIDE] + [(mutate, False) for mutate in OUTSIDE]
+)
+def test_a_mutated_bundle_is_refused_or_harmless(tree: Path, tmp_path: Path, mutate: Mutation, inside: bool) -> None:
+    """Any bytes under the right name: refused whole, or the very files that were packed. Memory stays small."""
+    outer = fill(tmp_path / "outer", {"neighbour": b"n", "live/old": b"old"})
+    before = contents(outer)
     outcomes = set()
-    for number in range(MUTATIONS // len(MUTATORS)):
-        outer = tmp_path / f"outer-{number}"
-        fill(outer, {"neighbour": b"n", "live/old": b"old"})
-        inside = number % 3 < 2
-        data = compressed(mutate(chance, good)) if inside else mutate(chance, raw)
-        path, name = named(tmp_path / "store", data)
-        try:
-            bundle.unpack(path, name, outer / "live", LIMITS)
-            outcomes.add("harmless")
-            assert contents(outer / "live") == TREE | {"old": b"old"}
-        except BundleError:
-            outcomes.add("refused")
-            assert contents(outer) == {"neighbour": b"n", "live/old": b"old"}
+    tracemalloc.start()
+    try:
+        for data in mutated(mutate, tree, tmp_path / "out", inside):
+            path, name = named(tmp_path / "store", data)
+            tracemalloc.reset_peak()
+            base_bytes = tracemalloc.get_traced_memory()[0]
+            try:
+                bundle.unpack(path, name, outer / "live", SMALL)
+                outcomes.add("harmless")
+                assert contents(outer / "live") == TREE | {"old": b"old"}
+                shutil.rmtree(outer)
+                fill(outer, {"neighbour": b"n", "live/old": b"old"})
+            except BundleError:
+                outcomes.add("refused")
+                assert contents(outer) == before
+            assert tracemalloc.get_traced_memory()[1] - base_bytes < PEAK_BYTES
+            path.unlink()
+    finally:
+        tracemalloc.stop()
     assert "refused" in outcomes
+    assert {item.name for item in tmp_path.iterdir()} == {"tree", "out", "outer", "store"}, "nothing climbed out"
 
 
 def test_damage_on_the_way_is_found_by_the_name(tree: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""scripts/cache as a user runs it: what it prints, its exit status, and that it changes no store."""
+"""scripts/cache as a user runs it: what it prints, its exit status, and what it changes."""
 
 import json
 import os
@@ -6,7 +6,9 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import _upkeep
 import pytest
 from artifacts import ROOT, TREE, contents, fill, key, packed
 
@@ -35,7 +37,7 @@ def project(tmp_path: Path) -> Path:
     """A project with the least that a key needs."""
     root = fill(tmp_path / "project", MODEL)
     (root / "scripts").mkdir()
-    for name in ("cache", "_venv.py", "_openapi.py"):
+    for name in ("cache", "_upkeep.py", "_venv.py", "_openapi.py", "_predictor.py"):
         shutil.copy(ROOT / "scripts" / name, root / "scripts" / name)
     for name in ("requirements.txt", "requirements-local.txt"):
         (root / name).write_text("")
@@ -149,7 +151,7 @@ def test_a_predictor_without_a_key_is_a_sentence(project: Path, predict: str, sa
     ("arguments", "environment", "says"),
     [
         ((), {}, "usage: scripts/cache"),
-        (("prune",), {}, "invalid choice"),
+        (("shrink",), {}, "invalid choice"),
         (("ls",), {"WARMSTART_DTYPE": "float7"}, "WARMSTART_DTYPE is 'float7'"),
     ],
 )
@@ -170,3 +172,122 @@ def test_help_shows_examples(project: Path) -> None:
     done = run(project, "--help")
     assert done.returncode == 0
     assert "scripts/cache explain" in done.stdout
+
+
+# --- What changes stores ---------------------------------------------------------------------------------------------
+
+
+def json_of(done: subprocess.CompletedProcess[str]) -> Any:
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_compact_packs_each_version_into_one(project: Path, store: DirectoryStore) -> None:
+    old = {item.name for item in store.bundles(key())}
+    [row] = json_of(run(project, "compact", "--json", "--store", store.location))["stores"][0]["keys"]
+    assert (row["outcome"], row["covered"], row["name"] in old) == ("compacted", 2, False)
+    assert {item.name for item in store.bundles(key())} == {*old, row["name"]}
+    again = run(project, "compact", "--store", store.location)
+    assert again.stdout == "0 bundles were packed into others, 0 were removed.\n"
+    assert "there is no need" in again.stderr
+
+
+def test_compact_says_what_it_could_not_do(project: Path, store: DirectoryStore) -> None:
+    next(Path(store.location).rglob("version.json")).unlink()
+    done = run(project, "compact", "--store", store.location)
+    assert done.returncode == 1
+    assert "its facts are missing" in done.stderr
+
+
+def test_prune_removes_what_it_is_told_to(project: Path, store: DirectoryStore) -> None:
+    before = contents(Path(store.location))
+    dry = run(project, "prune", "--keep", "0", "--dry-run", "--store", store.location)
+    assert dry.returncode == 0, dry.stderr
+    assert "1 of 1 versions would go" in dry.stdout
+    assert "would go, " in dry.stderr
+    assert ", last published 20" in dry.stderr
+    assert contents(Path(store.location)) == before
+    assert "0 of 1 versions went" in run(project, "prune", "--older-than", "1", "--store", store.location).stdout
+    done = json_of(run(project, "prune", "--max-bytes", "1kB", "--json", "--store", store.location))
+    assert [item["bundles"] for item in done["stores"][0]["removed"]] == [2]
+    assert contents(Path(store.location)) == {}
+
+
+def test_prune_spares_the_version_that_a_boot_here_would_use(project: Path, store: DirectoryStore) -> None:
+    ours = json_of(run(project, "explain", "--json", "--store", store.location))["key"]
+    made = Path(store.location) / ours["environment"] / ours["version"]
+    shutil.copytree(next(Path(store.location).glob("*/*/")), made)
+    run(project, "prune", "--keep", "0", "--store", store.location)
+    assert [path.name for path in Path(store.location).glob("*/*/")] == [ours["version"]]
+    (project / "predict.py").write_text("nothing = here\n")
+    refused = run(project, "prune", "--keep", "0", "--store", store.location)
+    assert (refused.returncode, "its key cannot be told" in refused.stderr) == (2, True)
+    assert made.exists(), "whose version this is cannot be told, so nothing goes"
+    run(project, "prune", "--keep", "0", "--current-too", "--store", store.location)
+    assert not made.exists()
+
+
+def test_push_and_pull_copy_between_cache_and_another_store(project: Path, store: DirectoryStore) -> None:
+    pulled = json_of(run(project, "pull", "--from", "store", "--json"))
+    assert {item["name"] for item in pulled["copied"]} == {item.name for item in store.bundles(key())}
+    assert DirectoryStore(project / "cache").bundles(key()) == store.bundles(key())
+    pushed = run(project, "push", "--to", "elsewhere")
+    assert pushed.stdout.startswith("2 bundles ("), pushed.stderr
+    assert DirectoryStore(project.parent / "elsewhere").bundles(key()) == store.bundles(key())
+    assert run(project, "push", "--to", "elsewhere").stdout.startswith("0 bundles (0 B) from cache to ")
+    [path] = (project.parent / "elsewhere").rglob(f"{store.bundles(key())[0].name}*")
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    bad = run(project, "pull", "--from", "elsewhere", "--store", "third")
+    assert (bad.returncode, "1 were left behind" in bad.stdout) == (1, True)
+    assert "left behind: bundle " in bad.stderr
+
+
+def test_an_empty_source_is_rather_a_mistake(project: Path) -> None:
+    done = run(project, "pull", "--from", "misspelt")
+    assert done.returncode == 1
+    assert f"{project.parent}/misspelt holds no bundles" in done.stderr
+
+
+def test_with_a_secret_unsigned_bundles_are_damaged_and_none_is_told(project: Path, store: DirectoryStore) -> None:
+    secret = {"WARMSTART_CACHE_SECRET": "hunter2-" * 4}
+    done = run(project, "verify", "--store", store.location, **secret)
+    assert (done.returncode, done.stderr.count("has no signature")) == (1, 2)
+    pushed = run(project, "push", "--store", store.location, "--to", "elsewhere", **secret)
+    assert (pushed.returncode, pushed.stderr.count("left behind")) == (1, 2)
+    short = run(project, "ls", "--store", store.location, WARMSTART_CACHE_SECRET="hunter2")
+    assert short.returncode == 2
+    assert all("hunter2" not in one.stdout + one.stderr for one in (done, pushed, short))
+
+
+def test_a_store_that_others_can_write_to_is_told(project: Path, store: DirectoryStore) -> None:
+    Path(store.location).chmod(0o777)
+    for arguments in (("ls",), ("verify",), ("compact",), ("prune", "--keep", "1"), ("push", "--to", "elsewhere")):
+        done = run(project, *arguments, "--store", store.location)
+        assert done.returncode == 1
+        assert f"chmod go-w {store.location}" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("prune",), "needs to be told what goes: --older-than DAYS, --keep N or --max-bytes SIZE"),
+        (("prune", "--keep", "-1"), "not a whole number of at least 0"),
+        (("prune", "--keep", "x"), "--keep"),
+        (("prune", "--older-than", "nan"), "not a number of at least 0"),
+        (("prune", "--max-bytes", "lots"), "not a size such as 500MB"),
+        (("push",), "--to"),
+        (("pull", "--from", "a", "--store", "b", "--store", "c"), "--store may be given once"),
+    ],
+)
+def test_wrong_usage_of_these_is_told(project: Path, arguments: tuple[str, ...], says: str) -> None:
+    done = run(project, *arguments)
+    assert (done.returncode, says in done.stderr) == (2, True), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("0", 0), ("1500", 1500), ("500MB", 500_000_000), ("2 GB", 2 * 10**9), ("1.5GiB", 3 << 29), ("10k", 10_000)],
+)
+def test_sizes_are_read_as_people_write_them(text: str, value: int) -> None:
+    assert _upkeep.size_bytes(text) == value

@@ -73,8 +73,19 @@ def test_shapes_and_steps_are_those_that_predict_offers() -> None:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
     }
     assert ast.literal_eval(literals["SHAPES"]) == SHAPES
-    numbers = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
-    assert {DEFAULT_STEPS, MAX_SEQUENCE_LENGTH} <= numbers
+    run = next(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "run")
+    names = [argument.arg for argument in run.args.args]
+    steps = run.args.defaults[names.index("num_inference_steps") - len(names)]
+    assert isinstance(steps, ast.Call)
+    assert {word.arg: ast.unparse(word.value) for word in steps.keywords}["default"] == str(DEFAULT_STEPS)
+    lengths = [
+        ast.literal_eval(value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Dict)
+        for key, value in zip(node.keys, node.values, strict=True)
+        if isinstance(key, ast.Constant) and key.value == "max_sequence_length"
+    ]
+    assert lengths == [MAX_SEQUENCE_LENGTH]
 
 
 def test_tokenizers_and_text_encoders_agree(pipeline: Any) -> None:

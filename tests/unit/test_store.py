@@ -7,42 +7,26 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import obstore
 import pytest
 from artifacts import TREE, contents, fill, in_namespace, key, packed
-from moto.server import ThreadedMotoServer
 
 from warmstart import store as stores
-from warmstart.bundle import Bundle
-from warmstart.store import BundleInfo, DirectoryStore, ObjectStore, Store, StoreError, open_store
-
-BUCKET = "bundles"
-
-
-@pytest.fixture(scope="session")
-def s3_endpoint() -> Iterator[str]:
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
-
-
-@pytest.fixture
-def s3(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
-    """An empty place in a bucket; credentials as a user gives them."""
-    import boto3
-
-    for name, value in {
-        "AWS_ENDPOINT_URL": s3_endpoint, "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_REGION": "us-east-1", "AWS_DEFAULT_REGION": "us-east-1", "AWS_ALLOW_HTTP": "true",
-    }.items():  # fmt: skip
-        monkeypatch.setenv(name, value)
-    boto3.client("s3", endpoint_url=s3_endpoint).create_bucket(Bucket=BUCKET)
-    return f"s3://{BUCKET}/{tmp_path.name}"
+from warmstart.bundle import SUFFIX, Bundle, BundleError
+from warmstart.store import (
+    COVERED,
+    SIGNATURE,
+    BundleInfo,
+    DirectoryStore,
+    ObjectStore,
+    SignedStore,
+    Store,
+    StoreError,
+    open_store,
+)
+from warmstart.trust import Secrets
 
 
 @pytest.fixture(params=["directory", "s3"])
@@ -158,6 +142,60 @@ def put(store: Store, files: dict[str, bytes], tmp_path: Path) -> None:
         obstore.put(backend, name, io.BytesIO(content))
 
 
+def test_notes_lie_beside_a_bundle_and_are_no_bundles(store: Store, made: Bundle) -> None:
+    before_s = time.time()
+    store.publish(key(), made.path, made.name)
+    assert store.note(key(), made.name, SIGNATURE) is None
+    store.write_note(key(), made.name, SIGNATURE, "first")
+    store.write_note(key(), made.name, SIGNATURE, "second\n")
+    store.write_note(key(), "0" * 64, COVERED, "x")
+    assert store.note(key(), made.name, SIGNATURE) == "second\n"
+    listed = store.files(key())
+    assert [(file.name, file.suffix, file.size_bytes) for file in listed] == sorted(
+        [("0" * 64, COVERED, 1), (made.name, SIGNATURE, 7), (made.name, SUFFIX, made.size_bytes)]
+    )
+    assert all(before_s - 60 < file.modified_s < time.time() + 60 for file in listed)
+    assert store.bundles(key()) == [BundleInfo(made.name, made.size_bytes)]
+    assert [item.bundles for item in store.keys()] == [(BundleInfo(made.name, made.size_bytes),)]  # noqa: SIM118
+
+
+def test_what_is_removed_is_gone_and_may_be_removed_again(store: Store, made: Bundle) -> None:
+    keys = [key(), key(dtype="fp32")]
+    for one in keys:
+        store.publish(one, made.path, made.name)
+        store.write_note(one, made.name, COVERED, "x")
+    for _ in range(2):
+        store.remove(keys[0], made.name, SUFFIX)
+        store.remove(keys[0], made.name, COVERED)
+        store.remove_facts(keys[0])
+    assert store.files(keys[0]) == []
+    assert [item.facts for item in store.keys()] == [keys[1]], "the environment's facts stay for the other"  # noqa: SIM118
+    store.remove(keys[1], made.name, SUFFIX)
+    store.remove(keys[1], made.name, COVERED)
+    store.remove_facts(keys[1])
+    assert store.keys() == []
+    assert not everything(store)
+
+
+def everything(store: Store) -> list[str]:
+    """The name of every file or object of a store, whatever it is called."""
+    if isinstance(store, DirectoryStore):
+        return sorted(contents(Path(store.location)))
+    return [item["path"] for batch in obstore.list(obstore.store.from_url(store.location)) for item in batch]
+
+
+def test_a_signed_store_is_a_store(store: Store, made: Bundle, tmp_path: Path) -> None:
+    signed = SignedStore(store, Secrets("a-secret-of-some-length"))
+    assert signed.publish(key(), made.path, made.name)
+    assert not signed.publish(key(), made.path, made.name)
+    [listed] = signed.bundles(key())
+    signed.fetch(key(), listed, tmp_path / "fetched")
+    assert (tmp_path / "fetched").read_bytes() == made.path.read_bytes()
+    store.remove(key(), made.name, SIGNATURE)
+    with pytest.raises(BundleError, match="has no signature"):
+        signed.fetch(key(), listed, tmp_path / "fetched")
+
+
 def test_replicas_that_publish_at_once_lose_nothing(store: Store, tmp_path: Path) -> None:
     made = [another(tmp_path, number) for number in range(6)]
 
@@ -244,7 +282,7 @@ import pathlib, subprocess, sys
 from artifacts import key
 from warmstart.store import open_store
 place, path, name = sys.argv[1:]
-subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", place], check=True)
+subprocess.run(["mount", "-t", "tmpfs", "-o", "ro,mode=755", "tmpfs", place], check=True)
 try:
     open_store(place).publish(key(), pathlib.Path(path), name)
 except OSError as error:
