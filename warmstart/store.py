@@ -323,8 +323,10 @@ class ObjectStore:
                 " set WARMSTART_CACHE_URL to a directory."
             ) from error
         retries = {"max_retries": _RETRIES, "retry_timeout": datetime.timedelta(seconds=_RETRY_TIMEOUT_S)}
+        # Objects are deleted one by one, and the request that deletes many is missing or differs on some gateways.
+        options = {"disable_bulk_delete": True} if location.startswith("s3://") else {}
         with self._asking("open"):
-            self._store = module.from_url(location, retry_config=retries)
+            self._store = module.from_url(location, retry_config=retries, **options)
 
     def keys(self) -> list[StoredKey]:
         """Lists everything, sorted."""

@@ -5,13 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from booting import ONE, ROOT, SEVEN, SMALL, TWO, rebuild
 from PIL import Image
 
 from warmstart import bundle
 from warmstart.bundle import Limits
-
-from .conftest import ROOT
-from .test_ladder import ONE, SEVEN, SMALL, TWO, rebuild
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -1,20 +1,11 @@
 """Whatever goes wrong with a cache, a store or a compiler, the boot ends with right answers and says what happened."""
 
 import shutil
-from pathlib import Path
 
 import pytest
-
-from warmstart import bundle
-from warmstart.bundle import Limits
+from booting import ONE, SEVEN, SMALL, TWO, rebuild
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
-
-# One request and the one region that is quick to compile: enough to climb every rung.
-ONE = "import predict\nPLAN = [predict.request('7', '1:1', 1, 1, 1.0, 0)]"
-TWO = ONE + "\nPLAN.append(predict.request('7', '3:2', 1, 1, 1.0, 0))"
-SMALL = {"WARMSTART_REGIONS": "FluxTransformerBlock"}
-SEVEN = [["a handwritten seven", "1:1", 1, 8, 1.0, 11]]
 
 
 @pytest.fixture(scope="module")
@@ -64,26 +55,6 @@ def test_code_that_breaks_the_compile_is_set_aside_and_the_boot_is_cold(boot, fi
     assert booted.report["outcome"] == "cold"
     assert any("set aside" in warning for warning in booted.report["warnings"])
     assert booted.pictures == first.pictures
-
-
-def rebuild(packed: Path, folder: Path, work: Path) -> None:
-    root = work / "root"
-    root.mkdir()
-    bundle.unpack(packed, packed.name.removesuffix(".tar.zst"), root, Limits())
-    for library in root.rglob("*.so"):
-        # The head of an ELF file stays, so that the loader and not a look at the file finds out.
-        library.write_bytes(library.read_bytes()[:2000])
-    entries = [item for path in bundle.scan(root) if (item := incomplete(root, path))]
-    made = bundle.pack(root, entries, work, Limits())
-    shutil.copytree(packed.parent, folder, ignore=shutil.ignore_patterns("*.zst"))
-    shutil.copyfile(made.path, folder / f"{made.name}.tar.zst")
-
-
-def incomplete(root: Path, path: str) -> bundle.Entry:
-    import hashlib
-
-    data = (root / path).read_bytes()
-    return bundle.Entry(path, len(data), hashlib.sha256(data).hexdigest(), False)
 
 
 def test_a_region_that_differs_from_eager_is_not_served(boot, right, filled):

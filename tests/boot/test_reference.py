@@ -6,8 +6,7 @@ import subprocess
 import sys
 
 import pytest
-
-from .conftest import ROOT
+from booting import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

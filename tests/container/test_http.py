@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from _server import Server, from_data_url
-from conftest import Webhook
 from judge import read_digits
 from PIL import Image
+from webhook import Webhook
 
 from predict import MAX_OUTPUTS, SHAPES
 

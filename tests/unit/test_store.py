@@ -29,11 +29,11 @@ from warmstart.store import (
 from warmstart.trust import Secrets
 
 
-@pytest.fixture(params=["directory", "s3"])
+@pytest.fixture(params=["directory", "s3", "s3_gateway"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     if request.param == "directory":
         return open_store(str(tmp_path / "store"))
-    return open_store(request.getfixturevalue("s3"))
+    return open_store(request.getfixturevalue(request.param))
 
 
 @pytest.fixture

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from booting import DRAWN, ROOT
 from PIL import Image
-
-from .conftest import DRAWN, ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -1,0 +1,109 @@
+"""Boots in fresh processes, over real Inductor; every boot has its own place, and stores are shared as a test says."""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from warmstart import bundle
+from warmstart.bundle import Limits
+
+ROOT = Path(__file__).resolve().parent.parent
+DRIVER = ROOT / "tests" / "boot" / "driver.py"
+# Pictures asked of every boot that is compared with another: each shape, one and four outputs, guidance on and off.
+DRAWN = [
+    ["a handwritten seven", "1:1", 1, 8, 1.0, 11],
+    ["three", "3:2", 1, 8, 1.0, 12],
+    ["3", "2:3", 4, 8, 1.0, 13],
+    ["nine", "1:1", 4, 8, 2.5, 14],
+    ["zero", "3:2", 2, 4, 2.5, 15],
+]
+# One request and the one region that is quick to compile: enough to climb every rung.
+ONE = "import predict\nPLAN = [predict.request('7', '1:1', 1, 1, 1.0, 0)]"
+TWO = ONE + "\nPLAN.append(predict.request('7', '3:2', 1, 1, 1.0, 0))"
+SMALL = {"WARMSTART_REGIONS": "FluxTransformerBlock"}
+SEVEN = [["a handwritten seven", "1:1", 1, 8, 1.0, 11]]
+
+
+@dataclass
+class Booted:
+    """What a boot's process told."""
+
+    report: dict
+    drawn: list[dict]
+    threads: list[dict]
+    log: str
+    after: object = None
+
+    @property
+    def counts(self) -> dict:
+        return self.report["counts"]
+
+    @property
+    def pictures(self) -> list[list[str]]:
+        return [item["pictures"] for item in self.drawn]
+
+
+@dataclass
+class Boot:
+    """Starts boots; `temporary` holds each one's live directory, so that no two share one."""
+
+    temporary: Path
+    python: str = sys.executable
+    count: int = field(default=0)
+
+    def __call__(self, store: Path | str, *, project: Path = ROOT, as_user: int | None = None, **options) -> Booted:
+        """Boots with WARMSTART_CACHE_URL = store.
+
+        Args:
+            store: where bundles are.
+            project: the clone to run.
+            as_user: numeric user to run as, in place of this one.
+            options: `environment`, and what the driver understands (draw, threads, before, after, folder).
+        """
+        done = self.start(store, project=project, as_user=as_user, **options)
+        assert done.returncode == 0, f"the boot failed:\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
+        answer = json.loads(done.stdout.splitlines()[-1])
+        return Booted(
+            answer["report"], answer["drawn"], answer["threads"], done.stdout + done.stderr, answer.get("after")
+        )
+
+    def start(
+        self, store: Path | str, *, project: Path = ROOT, as_user: int | None = None, environment=None, **order
+    ) -> subprocess.CompletedProcess:
+        """As a call, but also for a boot that fails."""
+        self.count += 1
+        place = self.temporary / f"tmp-{self.count}"
+        place.mkdir(mode=0o777)
+        place.chmod(0o777)
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(("WARMSTART_", "TORCH"))}
+        clean |= {"WARMSTART_CACHE_URL": str(store), "TMPDIR": str(place), "HOME": str(place)}
+        clean |= {"PYTHONDONTWRITEBYTECODE": "1", **(environment or {})}
+        command = [self.python, str(DRIVER), json.dumps(order)]
+        if as_user is not None:
+            # A user namespace: the process sees itself as that user, who has no passwd entry, and may still read the
+            # interpreter's own files, wherever those are installed.
+            command = ["unshare", "--user", f"--map-user={as_user}", f"--map-group={as_user}", *command]
+        return subprocess.run(command, cwd=project, env=clean, capture_output=True, text=True, timeout=900)
+
+
+def rebuild(packed: Path, folder: Path, work: Path) -> None:
+    root = work / "root"
+    root.mkdir()
+    bundle.unpack(packed, packed.name.removesuffix(".tar.zst"), root, Limits())
+    for library in root.rglob("*.so"):
+        # The head of an ELF file stays, so that the loader and not a look at the file finds out.
+        library.write_bytes(library.read_bytes()[:2000])
+    entries = [item for path in bundle.scan(root) if (item := incomplete(root, path))]
+    made = bundle.pack(root, entries, work, Limits())
+    shutil.copytree(packed.parent, folder, ignore=shutil.ignore_patterns("*.zst"))
+    shutil.copyfile(made.path, folder / f"{made.name}.tar.zst")
+
+
+def incomplete(root: Path, path: str) -> bundle.Entry:
+    data = (root / path).read_bytes()
+    return bundle.Entry(path, len(data), hashlib.sha256(data).hexdigest(), False)
