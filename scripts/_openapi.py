@@ -67,7 +67,7 @@ def target(root: Path, stub: str = "") -> tuple[Path, str]:
 def _run_line(cog_yaml: Path) -> str:
     try:
         text = cog_yaml.read_text()
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise SchemaError(f"{cog_yaml} cannot be read: {error}. It says which class serves requests.") from None
     match = re.search(r"""^(?:run|predict):\s*["']?([^"'#\s]+)["']?\s*(?:#.*)?$""", text, re.MULTILINE)
     if match is None:
@@ -121,7 +121,7 @@ class _Module:
         try:
             self.source = path.read_text()
             self.tree = ast.parse(self.source)
-        except OSError as error:
+        except (OSError, UnicodeDecodeError) as error:
             raise SchemaError(f"{path} cannot be read: {error}. Correct `run:` in cog.yaml.") from None
         except SyntaxError as error:
             raise SchemaError(f"{path.name}:{error.lineno}: {error.msg}. Cog parses this file; correct it.") from None

@@ -6,7 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass, field
+import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 from warmstart import bundle
@@ -54,7 +55,6 @@ class Boot:
 
     temporary: Path
     python: str = sys.executable
-    count: int = field(default=0)
 
     def __call__(self, store: Path | str, *, project: Path = ROOT, as_user: int | None = None, **options) -> Booted:
         """Boots with WARMSTART_CACHE_URL = store.
@@ -76,9 +76,7 @@ class Boot:
         self, store: Path | str, *, project: Path = ROOT, as_user: int | None = None, environment=None, **order
     ) -> subprocess.CompletedProcess:
         """As a call, but also for a boot that fails."""
-        self.count += 1
-        place = self.temporary / f"tmp-{self.count}"
-        place.mkdir(mode=0o777)
+        place = Path(tempfile.mkdtemp(prefix="tmp-", dir=self.temporary))
         place.chmod(0o777)
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("WARMSTART_", "TORCH"))}
         clean |= {"WARMSTART_CACHE_URL": str(store), "TMPDIR": str(place), "HOME": str(place)}

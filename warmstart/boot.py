@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from warmstart import identity, inductor
+from warmstart import bundle, identity, inductor
 from warmstart.bundle import Limits
 from warmstart.cache import Cache, Persisted, PersistOutcome, Restored, RestoreOutcome, explain
 from warmstart.models import ModelError
@@ -93,7 +93,7 @@ class _Restoring:
                 self._why = f"{self._result.reason} ({error})"
 
     def wait(self) -> Restored:
-        self._thread.join(self.deadline_s + _ANSWER_S)
+        self._thread.join(min(self.deadline_s + _ANSWER_S, threading.TIMEOUT_MAX))
         if self._result is None:
             reason = f"nothing was restored: no store had answered {_ANSWER_S:g} s after the deadline"
             return Restored(RestoreOutcome.FAILED, reason, seconds=self.deadline_s + _ANSWER_S)
@@ -256,8 +256,9 @@ class _Boot:
 
     def _attempt(self, served: Served, live: inductor.LiveDirectory) -> str:
         """Warms, checks and verifies; returns what went wrong in words, or an empty string."""
+        self._remove_incomplete(live)
         # Restored by us, or by a platform into a directory of its own.
-        self.found = inductor.holds_graphs(live.path)
+        self.found = inductor.holds_code(live.path)
         had = inductor.kernels(live.path)
         before = inductor.counts()
         try:
@@ -270,11 +271,24 @@ class _Boot:
             self.kernels_built = len(inductor.kernels(live.path) - had)
         return self._failed_check()
 
+    def _remove_incomplete(self, live: inductor.LiveDirectory) -> None:
+        try:
+            removed = bundle.remove_incomplete(live.path)
+        except OSError as error:
+            self.warnings.append(f"the live directory cannot be looked through: {error}")
+            return
+        if removed:
+            self.warnings.append(
+                f"{len(removed)} half-written files of a killed compile were removed from the live directory,"
+                f" {removed[0]} for one; they are built anew"
+            )
+
     def _attempt_cold(self, served: Served, live: inductor.LiveDirectory) -> str:
         self.live = inductor.set_aside(live, self.key.version_digest[:16])
-        # A version's own broken bundles stay where they are, and what is added to them would not be used. A sibling's
-        # are out of the way once this version has any of its own.
-        self.cache = self._new_cache(self.live) if self.restored.inherited else None
+        # A version's own broken bundles stay where they are, and what is added to them would not be used. What broke
+        # was not its own if it came from a sibling, or lay in a directory that was set from outside.
+        own = self.restored.bundles and not self.restored.inherited
+        self.cache = None if own else self._new_cache(self.live)
         self.restored = Restored(RestoreOutcome.FAILED, "what was restored broke the compile and was set aside")
         for region in self.regions:
             region.calls, region.counts, region.differences = 0, inductor.Counts(), []
@@ -412,6 +426,8 @@ class _Boot:
 def _sentence(error: Exception) -> str:
     """The first line of an error and its type; compilers add pages."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # "backend='inductor' raised:" says less than what follows it.
+    lines = [line for line in lines if not line.endswith("raised:")] or lines
     return f"{type(error).__name__}: {lines[0][:300] if lines else 'no message'}"
 
 

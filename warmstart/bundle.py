@@ -37,6 +37,7 @@ TEMPORARY_PREFIX = ".warmstart-"
 _CHUNK_BYTES = 1 << 20
 _BLOCK_BYTES = tarfile.BLOCKSIZE
 _END = bytes(2 * _BLOCK_BYTES)
+_PLAIN_END = (b"0".ljust(101, b"\0") + b"ustar\00000").ljust(356, b"\0")  # what follows a header's checksum
 _LEVEL = 3
 _MAX_WINDOW_BYTES = 8 << 20  # level 3 needs 2 MiB; a frame that asks for more is not ours
 _MAX_PATH_BYTES = 1024
@@ -120,17 +121,38 @@ def entry(root: Path, path: str) -> Entry | None:
     if path.endswith(_BUILT_SUFFIXES) and _lock_is_held(root, path):
         return None
     try:
-        with _open_regular(root / path) as file:
+        with _open_regular(f"{root}/{path}") as file:
             before = os.fstat(file.fileno())
             if path.endswith(_BUILT_SUFFIXES) and not _elf_is_complete(file, before.st_size):
                 return None
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            digest = _digest(file, before.st_size)
             after = os.fstat(file.fileno())
     except OSError:
         return None
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
         return None
     return Entry(path, before.st_size, digest, bool(before.st_mode & stat.S_IXUSR))
+
+
+def remove_incomplete(root: Path) -> list[str]:
+    """Removes libraries and objects that a killed compiler left half written, and names them.
+
+    Inductor takes a file that exists for a built one, so each later process would fail on it, crash in the loader, or
+    take a cut-off test of the processor for a processor without vector units. What is being built now is locked.
+    """
+    removed = []
+    # Not `scan`, which passes over empty files: a kill in the middle of a link leaves just those.
+    built = (path for path in root.rglob("*") if path.name.endswith(_BUILT_SUFFIXES))
+    for path in sorted(str(path.relative_to(root)) for path in built):
+        if not _lock_is_held(root, path):
+            # Gone meanwhile, or not ours to remove: then it is not ours to use either, and the compile will tell.
+            with contextlib.suppress(OSError):
+                with _open_regular(f"{root}/{path}") as file:
+                    if _elf_is_complete(file, os.fstat(file.fileno()).st_size):
+                        continue
+                (root / path).unlink()
+                removed.append(path)
+    return removed
 
 
 def pack(root: Path, entries: Sequence[Entry], directory: Path, limits: Limits) -> Bundle:
@@ -218,7 +240,7 @@ def install(entries: Sequence[Entry], staging: Path, root: Path) -> None:
                 name = item.path.rpartition("/")[2]
                 if not _is_there(folder_fd, name, item):
                     # Same file system, so a rename: a neighbour sees the old file, or the new one, never a part of it.
-                    os.replace(staging / str(number), name, dst_dir_fd=folder_fd)
+                    os.replace(f"{staging}/{number}", name, dst_dir_fd=folder_fd)
 
 
 def refusal(path: str) -> str | None:
@@ -262,6 +284,14 @@ def _look(root: Path, path: str, item: os.DirEntry[str]) -> Iterator[tuple[str, 
             yield path, FileStat(got.st_size, got.st_mtime_ns, got.st_ino)
 
 
+def _digest(file: io.FileIO, size_bytes: int) -> str:
+    """Hashes a file as `hashlib.file_digest` does, without its 256 KiB of fresh zeros for each small file."""
+    digest = hashlib.sha256()
+    while chunk := file.read(min(size_bytes + 1, _CHUNK_BYTES)):
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
 def _lock_is_held(root: Path, path: str) -> bool:
     lock = root / "locks" / f"{path.rpartition('/')[2].partition('.')[0]}.lock"
     try:
@@ -278,7 +308,7 @@ def _lock_is_held(root: Path, path: str) -> bool:
     return False
 
 
-def _elf_is_complete(file: BinaryIO, size_bytes: int) -> bool:
+def _elf_is_complete(file: io.FileIO, size_bytes: int) -> bool:
     """Tests that a 64-bit ELF file reaches to the end of its section table, which linkers write last."""
     head = os.pread(file.fileno(), 64, 0)
     if len(head) < 64 or head[:5] != b"\x7fELF\x02":
@@ -289,13 +319,13 @@ def _elf_is_complete(file: BinaryIO, size_bytes: int) -> bool:
     return bool(sections_at and sections and sections_at + section_bytes * sections <= size_bytes)
 
 
-def _open_regular(path: Path) -> io.BufferedReader:
+def _open_regular(path: str) -> io.FileIO:
     # Not blocking, not following: a pipe or a link may have taken the place of what was listed.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return os.fdopen(descriptor, "rb")
+        raise OSError(errno.EINVAL, "not a regular file", path)
+    return os.fdopen(descriptor, "rb", buffering=0)  # it is read in large pieces
 
 
 def _check_entries(entries: Sequence[Entry], limits: Limits) -> None:
@@ -340,10 +370,22 @@ def _index(entries: Sequence[Entry]) -> bytes:
 
 def _header(path: str, size_bytes: int, executable: bool = False) -> bytes:
     """The one header a member may have: no owner, no time, one of two modes."""
+    mode = 0o755 if executable else 0o644
+    if path.isascii() and len(path) <= 100 and size_bytes < 8**11:
+        return _plain_header(path.encode(), size_bytes, mode)
     info = tarfile.TarInfo(path)
     info.size = size_bytes
-    info.mode = 0o755 if executable else 0o644
+    info.mode = mode
     return info.tobuf(tarfile.PAX_FORMAT, "utf-8", "strict")
+
+
+def _plain_header(path: bytes, size_bytes: int, mode: int) -> bytes:
+    """What tarfile writes for a name and a size that need no extension; it takes ten times as long."""
+    start = b"%-100b%07o\0%07o\0%07o\0%011o\0%011o\0" % (b"", mode, 0, 0, size_bytes, 0)
+    start = path.ljust(100, b"\0") + start[100:]
+    # The sum is taken with blanks in its own place.
+    total = sum(start) + sum(_PLAIN_END) + 8 * ord(" ")
+    return start + b"%06o\0 " % total + _PLAIN_END
 
 
 def _padding(size_bytes: int) -> bytes:
@@ -374,12 +416,12 @@ def _write_tar(root: Path, entries: Sequence[Entry], sink: _CountingSink) -> Non
         out.write(_header("index.json", len(index)) + index + _padding(len(index)))
         for item in entries:
             out.write(_header(item.path, item.size_bytes, item.executable))
-            _copy_in(root / item.path, item, out)
+            _copy_in(f"{root}/{item.path}", item, out)
             out.write(_padding(item.size_bytes))
         out.write(_END)
 
 
-def _copy_in(path: Path, item: Entry, out: zstandard.ZstdCompressionWriter) -> None:
+def _copy_in(path: str, item: Entry, out: zstandard.ZstdCompressionWriter) -> None:
     digest = hashlib.sha256()
     left = item.size_bytes
     with _open_regular(path) as file:
@@ -446,7 +488,7 @@ def _read_tar(
     claim(staging, sum(item.size_bytes for item in entries), limits)
     for number, item in enumerate(entries):
         source.expect(_header(item.path, item.size_bytes, item.executable), f"The header of {item.path}")
-        _copy_out(source, item, staging / str(number))
+        _copy_out(source, item, f"{staging}/{number}")
         source.expect(_padding(item.size_bytes), f"The padding after {item.path}")
     source.expect_end()
     return entries
@@ -504,15 +546,23 @@ def check_room(folder: Path, raw_bytes: int, limits: Limits) -> None:
         )
 
 
-def _copy_out(source: _Source, item: Entry, path: Path) -> None:
+def _copy_out(source: _Source, item: Entry, path: str) -> None:
     digest = hashlib.sha256()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o755 if item.executable else 0o644)
-    with os.fdopen(descriptor, "wb") as file:
+    try:
         for piece in source.pieces(item.size_bytes):
             digest.update(piece)
-            file.write(piece)
+            _write(descriptor, piece)
+    finally:
+        os.close(descriptor)
     if digest.hexdigest() != item.sha256:
         raise BundleError(f"{item.path} is not as the bundle's index says. Delete the bundle from the store.")
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    written_bytes = os.write(descriptor, data)
+    while written_bytes < len(data):  # a disk that is about to be full takes a part first
+        written_bytes += os.write(descriptor, data[written_bytes:])
 
 
 @contextlib.contextmanager

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 COMPACT_ABOVE = 16
 """A version with more bundles than this, each a request of its own at boot, gets one that holds them all."""
 
+# A restore that says nothing for so long tells how far it is.
+_PROGRESS_S = 5.0
 _PARALLEL_PER_STORE = 4
 _REMOVE_PASSES = 10
 _TOLD = 3
@@ -255,7 +257,8 @@ class Cache:
                 chosen.append(item)
                 left_bytes -= item.size_bytes
                 left_files -= 1
-        dropped = [item for item in entries if item not in set(chosen)]
+        kept = set(chosen)
+        dropped = [item for item in entries if item not in kept]
         return chosen, (_dropped(dropped, self._limits),) if dropped else ()
 
 
@@ -367,8 +370,11 @@ class _Restore:
         while self._running:
             left_s = deadline - time.monotonic()
             try:
-                event = self._events.get(timeout=max(0.0, left_s))
+                event = self._events.get(timeout=max(0.0, min(left_s, _PROGRESS_S)))
             except queue.Empty:
+                if left_s > _PROGRESS_S:
+                    self._tell_progress()
+                    continue
                 self._expired = True
                 return
             # An answer that comes with the deadline is late: nothing is installed after it.
@@ -377,6 +383,18 @@ class _Restore:
                 return
             self._running -= 1
             self._handle(event)
+
+    def _tell_progress(self) -> None:
+        fetched_bytes = 0
+        for path in self.staging.rglob("*"):
+            # A thread may just have moved on from it.
+            with contextlib.suppress(OSError):
+                fetched_bytes += path.stat().st_size if path.is_file() else 0
+        print(
+            f"warmstart: restoring: {_count(len(self._done), 'bundle')} in place, {size(fetched_bytes)} fetched of"
+            f" further ones, {_count(self._running, 'answer')} to come",
+            flush=True,
+        )
 
     def abandon(self) -> None:
         """Tells threads that still wait for a store to end without a trace, and removes what they staged."""

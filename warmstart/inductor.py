@@ -6,6 +6,7 @@ environment before torch is imported.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import os
@@ -93,6 +94,7 @@ def set_aside(live: LiveDirectory, name: str) -> LiveDirectory:
     from torch._inductor.utils import clear_caches
 
     path = Path(tempfile.mkdtemp(prefix=f"warmstart-{name}-retry-"))
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(path)
     torch._dynamo.reset()
     clear_caches()
@@ -122,9 +124,9 @@ def counts() -> Counts:
     )
 
 
-def holds_graphs(live: Path) -> bool:
-    """Whether a live directory has graphs that a compile may find."""
-    return any(path.is_file() for path in (live / "fxgraph").rglob("*"))
+def holds_code(live: Path) -> bool:
+    """Whether a live directory has anything that a compile may find; locks are only ever waited for."""
+    return any(path.is_file() and path.suffix != ".lock" for path in live.rglob("*"))
 
 
 def kernels(live: Path) -> frozenset[str]:

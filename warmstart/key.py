@@ -156,19 +156,24 @@ def difference(here: Mapping[str, str], there: Mapping[str, str], limit: int = 3
 
 def nearest(here: Key, others: Iterable[Key]) -> tuple[Key, str] | None:
     """Finds the key with the fewest differing facts, environment facts first, and says what differs."""
-    ranked = sorted(others, key=lambda other: _distance(here, other))
-    if not ranked:
-        return None
-    best = ranked[0]
+    return next(iter(ranked(here, others)), None)
+
+
+def ranked(here: Key, others: Iterable[Key]) -> list[tuple[Key, str]]:
+    """Orders keys by how many facts differ, environment facts first, and says of each what differs."""
+    return [(other, _differences(here, other)) for other in sorted(others, key=lambda other: _distance(here, other))]
+
+
+def _differences(here: Key, other: Key) -> str:
     parts = [
         f"{name}: {difference(ours, theirs)}"
         for name, ours, theirs in (
-            ("environment", here.environment, best.environment),
-            ("version", here.version, best.version),
+            ("environment", here.environment, other.environment),
+            ("version", here.version, other.version),
         )
         if _differing(ours, theirs)
     ]
-    return best, ". ".join(parts) or "the same"
+    return ". ".join(parts) or "the same"
 
 
 def cpu_flags(cpuinfo: Path = _CPUINFO) -> str:

@@ -169,7 +169,8 @@ def _surroundings(environment: Mapping[str, str]) -> dict[str, Any]:
 def _threads(environment: Mapping[str, str]) -> int:
     """As many as OpenMP would take: OMP_NUM_THREADS (its first level), else the cores this process may use."""
     first = environment.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    if first.isdecimal() and int(first) > 0:
+    # More than any machine has is a slip, and torch would not take it.
+    if first.isdecimal() and 0 < int(first) <= 4096:
         return int(first)
     return len(os.sched_getaffinity(0))
 
@@ -198,13 +199,15 @@ def _parse_bool(variable: str, text: str) -> bool:
 
 
 def _parse_number(variable: str, text: str, kind: type[int] | type[float], minimum: float) -> float:
-    allowed = f"{'a whole number' if kind is int else 'a number'} of at least {minimum:g}"
+    # Seconds end where the clock's arithmetic would overflow, after thirty years.
+    name, maximum = ("a whole number", 10**15) if kind is int else ("a number", 10**9)
+    allowed = f"{name} of at least {minimum:g} and at most {maximum:g}"
     try:
         value = kind(text)
     except ValueError:
         raise SettingsError(_bad(variable, text, allowed)) from None
-    # Written so that "nan" is refused too; "inf" would overflow the clock's arithmetic.
-    if not minimum <= value < 1e15:
+    # Written so that "nan" is refused too.
+    if not minimum <= value <= maximum:
         raise SettingsError(_bad(variable, text, allowed))
     return value
 

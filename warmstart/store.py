@@ -643,13 +643,13 @@ def _facts_text(facts: Mapping[str, str]) -> bytes:
 def _write_facts(path: Path, facts: Mapping[str, str]) -> None:
     text = _facts_text(facts)
     with contextlib.suppress(OSError):
-        if path.read_bytes() == text:
+        if _read_small(path) == text:
             return
     _write_atomic(path, [text])
 
 
 def _read_small(path: Path) -> bytes:
-    with path.open("rb") as file:
+    with _open_plain(path) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             return b""
         return file.read(_MAX_FACTS_BYTES)

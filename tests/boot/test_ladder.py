@@ -1,6 +1,7 @@
 """Whatever goes wrong with a cache, a store or a compiler, the boot ends with right answers and says what happened."""
 
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from booting import ONE, SEVEN, SMALL, TWO, rebuild
@@ -43,6 +44,24 @@ def test_required_makes_a_failed_compile_fatal(boot, tmp_path):
 def test_one_planned_shape_makes_one_graph(filled):
     assert [region["graphs"] for region in filled[1].report["regions"]] == [1]
     assert filled[1].report["facts"]["dynamic"] is False
+
+
+def test_without_the_restore_the_same_boot_is_cold(boot, filled):
+    """What says warm elsewhere depends on the restore, and on nothing that an earlier boot left behind."""
+    before = (
+        ONE
+        + """
+from warmstart.cache import Cache, Restored, RestoreOutcome
+Cache.restore = lambda self, deadline_s: Restored(RestoreOutcome.NOTHING, "left out")
+"""
+    )
+    store, first = filled
+    assert boot(store, before=ONE, environment=SMALL).report["outcome"] == "warm"
+    booted = boot(store, draw=SEVEN, before=before, environment=SMALL)
+    assert booted.report["outcome"] == "cold"
+    assert (booted.counts["fx_hits"], booted.counts["fx_misses"]) == (0, 1)
+    assert booted.counts["kernels_built"] > 0
+    assert booted.pictures == first.pictures
 
 
 def test_code_that_breaks_the_compile_is_set_aside_and_the_boot_is_cold(boot, filled, tmp_path):
@@ -95,6 +114,25 @@ def test_a_directory_that_the_platform_set_is_used_and_only_added_to(boot, fille
     assert (preset / "theirs").read_text() == "kept"
 
 
+def test_what_a_killed_compiler_left_in_a_set_directory_is_built_anew(boot, filled, tmp_path):
+    """Libraries cut short, one empty, and no finished graph: torch would take them for built, now and for ever."""
+    preset = tmp_path / "preset"
+    environment = {**SMALL, "TORCHINDUCTOR_CACHE_DIR": str(preset)}
+    boot(tmp_path / "store", before=ONE, environment=environment)
+    libraries = sorted(preset.rglob("*.so"))
+    for library in libraries:
+        library.write_bytes(library.read_bytes()[:3000])
+    kernels = [library for library in libraries if library.name.endswith(".main.so")]
+    kernels[0].write_bytes(b"")
+    shutil.rmtree(preset / "fxgraph")
+    shutil.rmtree(preset / "aotautograd")
+    booted = boot(tmp_path / "other", draw=SEVEN, before=ONE, environment=environment)
+    assert booted.report["outcome"] == "cold"
+    assert any("half-written files" in warning for warning in booted.report["warnings"])
+    assert booted.pictures == filled[1].pictures
+    assert booted.report["persisted"][-1]["outcome"] == "published"
+
+
 def test_a_budget_stops_the_warm_up_and_the_next_boot_goes_on(boot, right, tmp_path):
     store = tmp_path / "store"
     environment = {**SMALL, "WARMSTART_SETUP_BUDGET_S": "0.01", "WARMSTART_DYNAMIC": "false"}
@@ -132,6 +170,21 @@ def test_an_unplanned_shape_is_compiled_and_kept_where_that_is_the_policy(boot, 
     counted = "from warmstart import inductor\ncounts = inductor.counts()\nanswer = [counts.fx_hits, counts.fx_misses]"
     later = boot(store, draw=wide, before=ONE, environment=environment, after=counted)
     assert later.after == [2, 0]
+
+
+def test_replicas_that_boot_cold_together_keep_the_work_of_all(boot, tmp_path):
+    """Each compiles another unplanned shape; a later boot finds both, though neither knew of the other."""
+    store = tmp_path / "store"
+    shapes = [[["three", shape, count, 8, 1.0, 12]] for shape, count in (("3:2", 1), ("1:1", 2))]
+    environment = {**SMALL, "WARMSTART_UNPLANNED": "compile"}
+    with ThreadPoolExecutor() as pool:
+        booted = list(pool.map(lambda draw: boot(store, draw=draw, before=ONE, environment=environment), shapes))
+    assert [replica.report["outcome"] for replica in booted] == ["cold", "cold"]
+    counted = "from warmstart import inductor\ncounts = inductor.counts()\nanswer = [counts.fx_hits, counts.fx_misses]"
+    later = boot(store, draw=[*shapes[0], *shapes[1]], before=ONE, environment=environment, after=counted)
+    assert later.report["outcome"] == "warm"
+    assert later.after == [3, 0]
+    assert later.pictures == [picture for replica in booted for picture in replica.pictures]
 
 
 def test_an_unplanned_shape_is_refused_where_that_is_the_policy(boot, filled):

@@ -1,11 +1,15 @@
 """The default model's first boot is cold, every later one is warm and draws the same, whoever boots it where."""
 
+import json
+import re
 import shutil
 import subprocess
+import tarfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+import zstandard
 from booting import DRAWN, ROOT
 from PIL import Image
 
@@ -39,6 +43,26 @@ def test_work_is_saved_after_each_request_that_compiled(cold):
     # The first request of a batch of 1 and the first of a larger batch compile; each is in a bundle of its own, so a
     # boot killed between them keeps the first.
     assert len(published) == 2
+
+
+def test_bundles_hold_artifacts_and_nothing_that_only_lay_beside_them(cold, shared_store):
+    """The rule stated anew, by the names that Inductor, g++ and Triton give to what must stay behind."""
+    never = re.compile(r"\.lock$|\.(gch|pch|pyc)$|\.tmp|(^|/)(\.|tmp\.)|(^|/)(locks|precompiled_headers|__pycache__)/")
+    paths = [path for bundle in shared_store.glob("*/*/*.tar.zst") for path in indexed(bundle)]
+    assert [path for path in paths if never.search(path)] == []
+    # What was looked through is what a boot needs, and the live directory did hold what must stay behind.
+    assert {path.partition("/")[0] for path in paths} > {"fxgraph", "aotautograd"}
+    assert any(path.endswith(".so") for path in paths)
+    live = Path(cold.report["facts"]["live_dir"])
+    assert any(never.search(path.relative_to(live).as_posix()) for path in live.rglob("*") if path.is_file())
+
+
+def indexed(bundle: Path) -> list[str]:
+    """The paths of a bundle by its index, which must be those of its members."""
+    with zstandard.open(bundle, "rb") as stream, tarfile.open(fileobj=stream, mode="r|") as tar:
+        listed = [item["path"] for item in json.loads(tar.extractfile(tar.next()).read())["files"]]
+        assert [member.name for member in tar] == ["index.json", *listed]
+    return listed
 
 
 @pytest.fixture(scope="module")

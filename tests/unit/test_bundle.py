@@ -131,6 +131,16 @@ NEVER = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("path", ["a", "index.json", "a%b", "d/" + "x" * 97, "d/" + "x" * 98, "d/" + "x" * 99, "d/é"])
+@pytest.mark.parametrize("size_bytes", [0, 1, 8**11 - 1, 8**11])
+@pytest.mark.parametrize("executable", [True, False])
+def test_headers_are_those_of_the_tar_format(path: str, size_bytes: int, executable: bool) -> None:
+    """Plain ones are written without tarfile; a byte off, and every bundle of before would be refused."""
+    info = tarfile.TarInfo(path)
+    info.size, info.mode = size_bytes, 0o755 if executable else 0o644
+    assert bundle._header(path, size_bytes, executable) == info.tobuf(tarfile.PAX_FORMAT, "utf-8", "strict")
+
+
 def test_scan_leaves_out_what_is_no_artifact(tree: Path) -> None:
     fill(tree, dict.fromkeys(NEVER, b"x"))
     fill(tree, {"ab/empty.py": b""})
@@ -654,3 +664,19 @@ def test_a_full_disk_is_an_os_error_and_leaves_no_litter(tmp_path: Path) -> None
 def test_an_entry_is_what_the_file_is(tree: Path) -> None:
     found = bundle.entry(tree, GRAPH)
     assert found == Entry(GRAPH, 2000, hashlib.sha256(TREE[GRAPH]).hexdigest())
+
+
+def test_half_written_libraries_are_removed_unless_somebody_is_writing_them(tmp_path: Path) -> None:
+    files = {
+        "ab/whole.main.so": elf(),
+        "ab/cut.main.so": elf()[:3000],
+        "ab/empty.so": b"",
+        "ab/busy.main.so": b"\x7fELF",
+    }
+    for path, data in {**files, "ab/source.cpp": b"", "locks/busy.lock": b""}.items():
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_bytes(data)
+    with (tmp_path / "locks/busy.lock").open("rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert bundle.remove_incomplete(tmp_path) == ["ab/cut.main.so", "ab/empty.so"]
+    assert {path.name for path in (tmp_path / "ab").iterdir()} == {"whole.main.so", "busy.main.so", "source.cpp"}

@@ -14,7 +14,7 @@ import pytest
 from artifacts import GRAPH, LIMITS, ROOT, TREE, contents, elf, entries, fill, key, named, packed
 
 from warmstart import bundle, cache
-from warmstart.bundle import Limits
+from warmstart.bundle import Entry, Limits
 from warmstart.cache import Cache, Persisted, PersistOutcome, Restored, RestoreOutcome, explain, size
 from warmstart.key import Key
 from warmstart.store import STALE_S, Address, BundleInfo, DirectoryStore, Store, open_store
@@ -409,6 +409,18 @@ def expire_after_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache.time, "monotonic", lambda: real_clock() + late_s[0])
 
 
+def test_a_slow_restore_tells_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cache, "_PROGRESS_S", 0.01)
+    slow = Slow(tmp_path / "slow", "fetch")
+    publish(slow, tmp_path, {"ab/slow": b"s"})
+    threading.Timer(1, slow.let_go.set).start()
+    restore(slow, live=tmp_path / "live")
+    said = capsys.readouterr().out
+    assert "warmstart: restoring: 0 bundles in place, 0 B fetched of further ones, 1 answer to come" in said
+
+
 @pytest.mark.usefixtures("expire_after_install")
 @pytest.mark.parametrize("kind", ["list", "fetch", "fetched"])
 def test_a_store_that_hangs_cannot_touch_the_live_directory_later(tmp_path: Path, kind: str) -> None:
@@ -694,3 +706,20 @@ def test_open_store_is_what_a_boot_uses(tmp_path: Path) -> None:
     assert one.persist(LONG_S).outcome is PersistOutcome.PUBLISHED
     assert cache.RestoreOutcome.RESTORED is restore(open_store(f"file://{tmp_path}/s"), live=tmp_path / "l").outcome
     assert len(entries(tmp_path / "l")) == len(TREE)
+
+
+def test_a_save_of_many_files_looks_at_each_a_few_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted, as seconds depend on the machine: once each file was compared with all others, for half a minute."""
+    files, looks, look = 400, 0, Entry.__hash__
+
+    def counted(item: Entry) -> int:
+        nonlocal looks
+        looks += 1
+        return look(item)
+
+    monkeypatch.setattr(Entry, "__hash__", counted)
+    fill(tmp_path / "live", {f"ab/c{number}": b"%d" % number for number in range(files)})
+    store = open_store(str(tmp_path / "store"))
+    saved = Cache([store], store, key(), tmp_path / "live", LIMITS).persist(300)
+    assert saved.files == files, saved.reason
+    assert looks <= 20 * files

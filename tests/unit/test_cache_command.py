@@ -37,7 +37,7 @@ def project(tmp_path: Path) -> Path:
     """A project with the least that a key needs."""
     root = fill(tmp_path / "project", MODEL)
     (root / "scripts").mkdir()
-    for name in ("cache", "_upkeep.py", "_venv.py", "_openapi.py", "_predictor.py"):
+    for name in ("cache", "_upkeep.py", "_venv.py", "_openapi.py", "_predictor.py", "_location.py"):
         shutil.copy(ROOT / "scripts" / name, root / "scripts" / name)
     for name in ("requirements.txt", "requirements-local.txt"):
         (root / name).write_text("")
@@ -112,6 +112,7 @@ def test_explain_uses_the_key_that_the_predictor_boots_with(project: Path, store
     miss = json.loads(run(project, "explain", "--json", "--store", store.location).stdout)
     assert miss["hit"] is False
     assert "nearest stored key differs" in miss["text"]
+    assert [(other["bundles"], "version: " in other["differs"]) for other in miss["stored"]] == [(2, True)]
     facts = miss["key"]["facts"]["version"]
     assert "width=64" in json.dumps(facts), "the plan is the Predictor's"
     made = Path(store.location) / miss["key"]["environment"] / miss["key"]["version"]
@@ -119,6 +120,7 @@ def test_explain_uses_the_key_that_the_predictor_boots_with(project: Path, store
     hit = run(project, "explain", "--store", store.location)
     assert hit.returncode == 0, hit.stderr
     assert f"Hit: {store.location} holds 2 bundles" in hit.stdout
+    assert "Stored keys, nearest first:" in hit.stdout
     other = run(project, "explain", "--store", store.location, WARMSTART_DTYPE="float16")
     assert "Miss:" in other.stdout
 
@@ -291,3 +293,12 @@ def test_wrong_usage_of_these_is_told(project: Path, arguments: tuple[str, ...],
 )
 def test_sizes_are_read_as_people_write_them(text: str, value: int) -> None:
     assert _upkeep.size_bytes(text) == value
+
+
+@pytest.mark.parametrize("place", ["", " ", "~nobody-of-that-name/store"])
+def test_a_location_that_is_none_is_wrong_usage(project: Path, place: str) -> None:
+    for command in (["ls", "--store", place], ["push", "--to", place]):
+        done = run(project, *command)
+        assert done.returncode == 2, done.stdout
+        assert "Traceback" not in done.stderr
+        assert "location" in done.stderr.lower() or "cannot be resolved" in done.stderr

@@ -24,6 +24,7 @@ from warmstart.key import (
     environment_facts,
     model_version,
     nearest,
+    ranked,
     source_digest,
 )
 
@@ -503,3 +504,15 @@ def test_of_two_equally_near_the_same_environment_is_nearer() -> None:
         found = nearest(here, order)
         assert found is not None
         assert found[0] == same_machine
+
+
+def test_keys_are_ranked_by_how_much_differs():
+    here = Key({"gpu": "A"}, {"dtype": "bf16", "mode": "default"})
+    near, far = (
+        Key({"gpu": "A"}, {"dtype": "fp32", "mode": "default"}),
+        Key({"gpu": "B"}, {"dtype": "bf16", "mode": "x"}),
+    )
+    assert ranked(here, [far, near]) == [
+        (near, 'version: dtype is "bf16" here, "fp32" there'),
+        (far, 'environment: gpu is "A" here, "B" there. version: mode is "default" here, "x" there'),
+    ]

@@ -38,6 +38,7 @@ def test_an_empty_value_is_an_unset_one():
         ("RESTORE_DEADLINE_S", "-1", "a number of at least 0"),
         ("RESTORE_DEADLINE_S", "nan", "a number of at least 0"),
         ("RESTORE_DEADLINE_S", "inf", "a number of at least 0"),
+        ("RESTORE_DEADLINE_S", "1e10", "at most 1e+09"),
         ("RESTORE_DEADLINE_S", "5s", "a number of at least 0"),
         ("MAX_BUNDLE_BYTES", "1.5", "a whole number of at least 1"),
         ("MAX_BUNDLE_BYTES", "0", "a whole number of at least 1"),
@@ -71,7 +72,7 @@ def test_threads_are_those_of_openmp(text, threads):
     assert Settings.from_environment({"OMP_NUM_THREADS": text}).threads == threads
 
 
-@pytest.mark.parametrize("text", ["", "0", "many"])
+@pytest.mark.parametrize("text", ["", "0", "many", "99999999999999999999"])
 def test_threads_without_openmps_word_are_the_cores_of_this_process(text):
     assert Settings.from_environment({"OMP_NUM_THREADS": text}).threads == Settings.from_environment({}).threads >= 1
 

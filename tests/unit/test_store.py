@@ -291,6 +291,18 @@ print(open_store(place).bundles(key()), open_store(place).keys())
 """
 
 
+@pytest.mark.timeout(30)
+def test_a_pipe_in_the_place_of_facts_keeps_nobody_waiting(made: Bundle, tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path / "store")
+    store.publish(key(), made.path, made.name)
+    facts = next((tmp_path / "store").glob("*/environment.json"))
+    facts.unlink()
+    os.mkfifo(facts)
+    assert [stored.facts for stored in store.keys()] == [None]  # noqa: SIM118
+    store.publish(key(), made.path, made.name)
+    assert [stored.facts for stored in store.keys()] == [key()]  # noqa: SIM118
+
+
 def test_a_read_only_store_can_be_read(made: Bundle, tmp_path: Path) -> None:
     (tmp_path / "place").mkdir()
     done = in_namespace(READ_ONLY, str(tmp_path / "place"), str(made.path), made.name)
