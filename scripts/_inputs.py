@@ -97,7 +97,7 @@ def _json(text: str) -> Any:
     """Return what a JSON text stands for, or the text itself if it is none; NaN and infinities are none."""
     try:
         return json.loads(text, parse_constant=str)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 
@@ -105,8 +105,9 @@ def data_url(name: str, path: Path) -> str:
     """Return a file as the server takes it."""
     try:
         content = path.expanduser().read_bytes()
-    except OSError as error:
-        raise InputError(f"Input {name}: the file {path} cannot be read: {error.strerror}. Check the path.") from None
+    except (OSError, RuntimeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise InputError(f"Input {name}: the file {path} cannot be read: {why}. Check the path.") from None
     kind = mimetypes.guess_type(path.name)[0] or "application/octet-stream"
     return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 

@@ -159,13 +159,16 @@ def _copy_one(source: Store, target: Store, key: Key, item: BundleInfo) -> str:
     limits = Limits(max_raw_bytes=2**63, max_file_bytes=2**63)
     try:
         bundles.check_room(place, item.size_bytes, limits)
-        source.fetch(key, item, place / "bundle")
+        try:
+            source.fetch(key, item, place / "bundle")
+        except FileNotFoundError:
+            return "it was removed meanwhile"
+        except PermissionError as error:
+            return f"it cannot be read: {error}"
         # Whole, not only its name: a bundle that no boot would take is not worth its bytes.
         (place / "files").mkdir()
         bundles.stage(place / "bundle", item.name, place / "files", limits)
         target.publish(key, place / "bundle", item.name)
-    except FileNotFoundError:
-        return "it was removed meanwhile"
     except BundleError as error:
         return str(error)
     finally:

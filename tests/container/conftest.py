@@ -17,14 +17,19 @@ TOY = """
 import os, time
 from cog import BaseRunner, Input, Path
 
+# The server loses what is printed just before setup() ends; see the pause in warmstart/boot.py.
+LOG_S = 0.5
+
 class Predictor(BaseRunner):
     def setup(self) -> None:
         print("toy: setting up")
         if os.environ.get("TOY_ERROR"):
+            time.sleep(LOG_S)
             raise RuntimeError(os.environ["TOY_ERROR"])
         time.sleep(float(os.environ.get("TOY_SETUP_S", "0")))
         print('warmstart.report {"outcome": "cold", "reason": "a first report", "phases": {}, "warnings": []}')
         print('warmstart.report {"outcome": "warm", "reason": "nothing to do", "phases": {"idling": 0.25}, "warnings": ["mind the toy"]}')
+        time.sleep(LOG_S)
 
     def run(
         self,

@@ -158,6 +158,9 @@ def test_a_failed_setup_is_told_with_its_log(
         (["-i", "text"], "'text' names no value. Write -i name=value"),
         ([], "Input text is missing and has no default. Add -i text=..."),
         (["-i", "text=a", "-o", "nowhere/x.png"], "the directory nowhere does not exist. Create it first."),
+        (["-i", "text=a", "-o", "~nobody-of-that-name/x.png"], "Name the path in full."),
+        (["-i", "text=@~nobody-of-that-name/x"], "cannot be read"),
+        (["-i", "count=" + "[" * 100_000], "count"),
     ],
 )
 def test_a_wrong_input_is_told_before_anything_boots(

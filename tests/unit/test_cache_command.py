@@ -302,3 +302,9 @@ def test_a_location_that_is_none_is_wrong_usage(project: Path, place: str) -> No
         assert done.returncode == 2, done.stdout
         assert "Traceback" not in done.stderr
         assert "location" in done.stderr.lower() or "cannot be resolved" in done.stderr
+
+
+def test_verify_of_nothing_asks_whether_the_location_is_right(project: Path, tmp_path: Path) -> None:
+    done = run(project, "verify", "--store", str(tmp_path / "misspelt"))
+    assert "No bundle was found in" in done.stdout
+    assert "whole" not in done.stdout
