@@ -94,8 +94,9 @@ def rebuild(packed: Path, folder: Path, work: Path) -> None:
     root.mkdir()
     bundle.unpack(packed, packed.name.removesuffix(".tar.zst"), root, Limits())
     for library in root.rglob("*.so"):
-        # The head of an ELF file stays, so that the loader and not a look at the file finds out.
-        library.write_bytes(library.read_bytes()[:2000])
+        # Whole by its size and its section table, but without segments, so that only the loader finds out.
+        data = library.read_bytes()
+        library.write_bytes(data[:64] + bytes(640) + data[704:])
     entries = [item for path in bundle.scan(root) if (item := incomplete(root, path))]
     made = bundle.pack(root, entries, work, Limits())
     shutil.copytree(packed.parent, folder, ignore=shutil.ignore_patterns("*.zst"))

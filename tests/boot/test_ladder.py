@@ -65,7 +65,7 @@ Cache.restore = lambda self, deadline_s: Restored(RestoreOutcome.NOTHING, "left 
 
 
 def test_code_that_breaks_the_compile_is_set_aside_and_the_boot_is_cold(boot, filled, tmp_path):
-    """A whole, rightly named bundle whose library is truncated, as a kill in the middle of a build would leave it."""
+    """A whole, rightly named bundle whose library cannot be loaded."""
     store, first = filled
     broken = tmp_path / "store"
     [packed] = store.glob("*/*/*.tar.zst")
