@@ -20,21 +20,31 @@ import stat
 import struct
 import tarfile
 import tempfile
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, BinaryIO, cast
+from typing import IO, TYPE_CHECKING, BinaryIO, Self, cast
 
 import zstandard
 
 if TYPE_CHECKING:
     import io
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from concurrent.futures import Future
 
 FORMAT = 1
 SUFFIX = ".tar.zst"
 TEMPORARY_PREFIX = ".warmstart-"
 
 _CHUNK_BYTES = 1 << 20
+# Small enough to stay in a core's cache between being decompressed, hashed and written.
+_PIECE_BYTES = 256 << 10
+_THREADS = 2
+_JOB_BYTES = 1 << 20
+_BATCH_BYTES = 1 << 20
+_BATCH_FILES = 100
+_BATCHES_AHEAD = 4
 _BLOCK_BYTES = tarfile.BLOCKSIZE
 _END = bytes(2 * _BLOCK_BYTES)
 _PLAIN_END = (b"0".ljust(101, b"\0") + b"ustar\00000").ljust(356, b"\0")  # what follows a header's checksum
@@ -109,6 +119,15 @@ def scan(root: Path) -> dict[str, FileStat]:
     headers, byte code (it names its source's date), and empty files (an artifact never is one; a crash leaves them).
     """
     return dict(sorted(_walk(root, "")))
+
+
+def stat_of(root: Path, path: str) -> FileStat | None:
+    """What `scan` says of one file; None if it is gone or no regular file."""
+    try:
+        got = os.lstat(f"{root}/{path}")
+    except OSError:
+        return None
+    return FileStat(got.st_size, got.st_mtime_ns, got.st_ino) if stat.S_ISREG(got.st_mode) else None
 
 
 def entry(root: Path, path: str) -> Entry | None:
@@ -410,7 +429,12 @@ class _CountingSink:
 
 
 def _write_tar(root: Path, entries: Sequence[Entry], sink: _CountingSink) -> None:
-    compressor = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True)
+    # Compressed beside the reading and hashing of the next files. How many threads do it does not change the bytes, and
+    # small jobs keep the memory at a third of what zstd takes by itself.
+    parameters = zstandard.ZstdCompressionParameters.from_level(
+        _LEVEL, write_checksum=True, write_content_size=False, threads=_THREADS, job_size=_JOB_BYTES
+    )
+    compressor = zstandard.ZstdCompressor(compression_params=parameters)
     index = _index(entries)
     with compressor.stream_writer(cast("IO[bytes]", sink), closefd=False) as out:
         out.write(_header("index.json", len(index)) + index + _padding(len(index)))
@@ -458,26 +482,30 @@ class _Source:
 
     def __init__(self, stream: zstandard.ZstdDecompressionReader) -> None:
         self._stream = stream
+        self._rest = memoryview(b"")
 
-    def pieces(self, size_bytes: int) -> Iterator[bytes]:
+    def pieces(self, size_bytes: int) -> Iterator[memoryview]:
         left = size_bytes
         while left:
-            piece = self._stream.read(min(left, _CHUNK_BYTES))
-            if not piece:
+            self._rest = self._rest or memoryview(self._stream.read(_PIECE_BYTES))
+            if not self._rest:
                 raise BundleError(f"The bundle ends {left} bytes early. Delete it from the store.")
+            piece, self._rest = self._rest[:left], self._rest[left:]
             left -= len(piece)
             yield piece
 
-    def exactly(self, size_bytes: int) -> bytes:
-        return b"".join(self.pieces(size_bytes))
+    def exactly(self, size_bytes: int) -> memoryview:
+        if size_bytes <= len(self._rest):
+            found, self._rest = self._rest[:size_bytes], self._rest[size_bytes:]
+            return found
+        return memoryview(b"".join(self.pieces(size_bytes)))
 
     def expect(self, data: bytes, what: str) -> None:
-        if self.exactly(len(data)) != data:
-            raise BundleError(f"{what} is not as the bundle's index says. Delete the bundle from the store.")
+        _expect(self.exactly(len(data)), data, what)
 
     def expect_end(self) -> None:
         self.expect(_END, "The end of the bundle")
-        if self._stream.read(1):
+        if self._rest or self._stream.read(1):
             raise BundleError("The bundle goes on after its end. Delete it from the store.")
 
 
@@ -486,23 +514,81 @@ def _read_tar(
 ) -> tuple[Entry, ...]:
     entries = _read_index(source, limits)
     claim(staging, sum(item.size_bytes for item in entries), limits)
-    for number, item in enumerate(entries):
-        source.expect(_header(item.path, item.size_bytes, item.executable), f"The header of {item.path}")
-        _copy_out(source, item, f"{staging}/{number}")
-        source.expect(_padding(item.size_bytes), f"The padding after {item.path}")
-    source.expect_end()
+    with _Writer(staging) as writer:
+        for number, item in enumerate(entries):
+            header, padding = _header(item.path, item.size_bytes, item.executable), _padding(item.size_bytes)
+            if item.size_bytes > _BATCH_BYTES:
+                source.expect(header, f"The header of {item.path}")
+                _copy_out(f"{staging}/{number}", item, source.pieces(item.size_bytes))
+                source.expect(padding, f"The padding after {item.path}")
+                continue
+            member = source.exactly(len(header) + item.size_bytes + len(padding))
+            _expect(member[: len(header)], header, f"The header of {item.path}")
+            _expect(member[len(header) + item.size_bytes :], padding, f"The padding after {item.path}")
+            writer.write(number, item, member[len(header) : len(header) + item.size_bytes])
+        source.expect_end()
     return entries
 
 
+def _expect(found: memoryview, wanted: bytes, what: str) -> None:
+    if found != wanted:
+        raise BundleError(f"{what} is not as the bundle's index says. Delete the bundle from the store.")
+
+
+class _Writer:
+    """Hashes and writes small files on threads, several at a time, beside whoever decompresses the next ones.
+
+    That makes a restore a third shorter where two cores are free. Some megabytes are in memory at most.
+    """
+
+    def __init__(self, staging: Path) -> None:
+        self._staging = staging
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="warmstart-unpack")
+        self._jobs: deque[Future[None]] = deque()
+        self._batch: list[tuple[str, Entry, memoryview]] = []
+        self._batch_bytes = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        try:
+            if error is None:
+                self._submit()
+                self._finish(0)
+        finally:
+            self._pool.shutdown(cancel_futures=True)
+
+    def write(self, number: int, item: Entry, data: memoryview) -> None:
+        self._batch.append((f"{self._staging}/{number}", item, data))
+        self._batch_bytes += item.size_bytes
+        if self._batch_bytes >= _BATCH_BYTES or len(self._batch) >= _BATCH_FILES:
+            self._submit()
+            self._finish(_BATCHES_AHEAD)
+
+    def _submit(self) -> None:
+        self._jobs.append(self._pool.submit(_copy_all_out, self._batch))
+        self._batch, self._batch_bytes = [], 0
+
+    def _finish(self, left: int) -> None:
+        while len(self._jobs) > left:
+            self._jobs.popleft().result()
+
+
+def _copy_all_out(batch: Sequence[tuple[str, Entry, memoryview]]) -> None:
+    for path, item, data in batch:
+        _copy_out(path, item, [data])
+
+
 def _read_index(source: _Source, limits: Limits) -> tuple[Entry, ...]:
-    header = source.exactly(_BLOCK_BYTES)
+    header = bytes(source.exactly(_BLOCK_BYTES))
     try:
         size_bytes = int(header[124:135], 8)
     except ValueError as error:
         raise BundleError("The bundle does not begin with a tar header. Delete it from the store.") from error
     if not 0 <= size_bytes <= limits.max_files * _INDEX_BYTES_PER_FILE or header != _header("index.json", size_bytes):
         raise BundleError("The bundle does not begin with an index.json of a sane size. Delete it from the store.")
-    raw = source.exactly(size_bytes)
+    raw = bytes(source.exactly(size_bytes))
     source.expect(_padding(size_bytes), "The padding after index.json")
     entries = _parse_index(raw)
     _check_entries(entries, limits)
@@ -546,11 +632,11 @@ def check_room(folder: Path, raw_bytes: int, limits: Limits) -> None:
         )
 
 
-def _copy_out(source: _Source, item: Entry, path: str) -> None:
+def _copy_out(path: str, item: Entry, pieces: Iterable[memoryview]) -> None:
     digest = hashlib.sha256()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o755 if item.executable else 0o644)
     try:
-        for piece in source.pieces(item.size_bytes):
+        for piece in pieces:
             digest.update(piece)
             _write(descriptor, piece)
     finally:
@@ -559,7 +645,7 @@ def _copy_out(source: _Source, item: Entry, path: str) -> None:
         raise BundleError(f"{item.path} is not as the bundle's index says. Delete the bundle from the store.")
 
 
-def _write(descriptor: int, data: bytes) -> None:
+def _write(descriptor: int, data: memoryview) -> None:
     written_bytes = os.write(descriptor, data)
     while written_bytes < len(data):  # a disk that is about to be full takes a part first
         written_bytes += os.write(descriptor, data[written_bytes:])

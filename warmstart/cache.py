@@ -181,10 +181,10 @@ class Cache:
             return _late(f"publishing to {self._target.location} did not end", deadline_s, started)
 
     def _remember(self, entries: Iterable[Entry]) -> None:
-        files = bundles.scan(self._live)
         for item in entries:
-            if item.path in files and files[item.path].size_bytes == item.size_bytes:
-                self._read[item.path] = files[item.path], item
+            found = bundles.stat_of(self._live, item.path)
+            if found is not None and found.size_bytes == item.size_bytes:
+                self._read[item.path] = found, item
 
     def _save(self, target: Store, started: float, deadline_s: float, answer: queue.SimpleQueue[Persisted]) -> None:
         try:
