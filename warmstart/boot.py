@@ -13,11 +13,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from warmstart import bundle, identity, inductor
+from warmstart import bundle, identity, inductor, process
 from warmstart.bundle import Limits
 from warmstart.cache import Cache, Persisted, PersistOutcome, Restored, RestoreOutcome, explain
 from warmstart.models import ModelError
 from warmstart.report import Evidence, Outcome, Report, Stopwatch, decide
+from warmstart.saving import Saver
 from warmstart.served import Served
 from warmstart.settings import Settings, SettingsError
 from warmstart.store import Store, open_store
@@ -36,6 +37,8 @@ SHIPPED = "cache"
 # coglet 0.23.1 loses what setup() prints just before it returns: of four boots on a busy core three lost the report
 # without a pause, none with 0.1 s. To be taken out when READY waits for the log.
 _LOG_S = 0.2
+# READY waits no longer than this for the last save. A store nearby takes less, and the report then says what is saved.
+_READY_S = 2.0
 # Added to the restore's own deadline before the boot goes on without an answer.
 _ANSWER_S = 5.0
 
@@ -113,7 +116,7 @@ class _Boot:
         self.settings = settings
         self.clock = Stopwatch()
         self.warnings: list[str] = []
-        self.saves: list[Persisted] = []
+        self.savers: list[Saver] = []
         self.restored = Restored(RestoreOutcome.NOTHING, "")
         self.why_nothing = ""
         self.found = False
@@ -123,6 +126,7 @@ class _Boot:
         self.warmed: list[Warmed] = []
         self.stores: list[Store] = []
         self.cache: Cache | None = None
+        self.ready = False
         self.live: inductor.LiveDirectory | None = None
         with self.clock.phase("key"):
             self.device = identity.device(settings)
@@ -138,14 +142,22 @@ class _Boot:
             with self.clock.phase("restore"):
                 self.restored = restoring.wait()
                 self.why_nothing = restoring.why_nothing()
-        served = Served(model, unplanned=self.settings.unplanned, persist_deadline_s=self.settings.persist_deadline_s)
+        served = Served(
+            model,
+            unplanned=self.settings.unplanned,
+            fullgraph=self.settings.fullgraph,
+            stop_grace_s=self.settings.stop_grace_s,
+        )
         outcome, reason = self._climb(served, model)
         with self.clock.phase("workers"):
             inductor.shut_down_workers()
+        self._settle()
         report = self._report(outcome, reason)
         # Where nothing is compiled no planned request is slower than another, so none is unplanned.
         ready = self.plan if outcome is Outcome.EAGER else [item.request for item in self.warmed]
-        served.finish(report, self.cache, frozenset(request.label for request in ready))
+        saver = self.savers[-1] if self.cache is not None else None
+        served.finish(report, saver, frozenset(request.label for request in ready), self.regions)
+        self.ready = True
         self._write(report)
         return served
 
@@ -157,8 +169,8 @@ class _Boot:
             if self.live is None:
                 return None
             self.stores = self._stores()
-            self.cache = self._new_cache(self.live)
-            return _Restoring(self.cache, self.stores, self.key, self.settings.restore_deadline_s)
+            self._use(cache := self._new_cache(self.live))
+            return _Restoring(cache, self.stores, self.key, self.settings.restore_deadline_s)
 
     def _new_cache(self, live: inductor.LiveDirectory) -> Cache:
         target = self.stores[-1] if self.stores and self.publish else None
@@ -249,10 +261,17 @@ class _Boot:
             mode=self.settings.mode,
             dynamic=identity.dynamic(self.settings, self.plan),
             fullgraph=self.settings.fullgraph,
-            # A few stride patterns for each planned request; far above what is needed, so that it is never met.
-            recompile_limit=max(16, 4 * len(self.plan)),
+            recompile_limit=self._graph_limit(),
         )
-        self._regions.compile_in_place(self.regions, options)
+        self._regions.compile_in_place(self.regions, options, self._save_soon)
+
+    def _graph_limit(self) -> int:
+        """Most graphs of one region: a few for each planned request, far above what is needed, and for unplanned ones.
+
+        Torch has a limit of its own, over all models of a process, which is no argument of the compile call.
+        """
+        unplanned = 64 if self.settings.unplanned == "compile" else 0
+        return min(max(16, 4 * len(self.plan)) + unplanned, inductor.MAX_GRAPHS)
 
     def _attempt(self, served: Served, live: inductor.LiveDirectory) -> str:
         """Warms, checks and verifies; returns what went wrong in words, or an empty string."""
@@ -288,7 +307,7 @@ class _Boot:
         # A version's own broken bundles stay where they are, and what is added to them would not be used. What broke
         # was not its own if it came from a sibling, or lay in a directory that was set from outside.
         own = self.restored.bundles and not self.restored.inherited
-        self.cache = None if own else self._new_cache(self.live)
+        self._use(None if own else self._new_cache(self.live))
         self.restored = Restored(RestoreOutcome.FAILED, "what was restored broke the compile and was set aside")
         for region in self.regions:
             region.calls, region.counts, region.differences = 0, inductor.Counts(), []
@@ -300,7 +319,11 @@ class _Boot:
 
         def work() -> None:
             self.warmed = self._warmup.warm(
-                served.rehearse, self.plan, before_each=self._check_next, after_each=self._save, budget_ends=ends
+                served.rehearse,
+                self.plan,
+                before_each=self._check_next,
+                after_each=lambda _: self._save_soon(),
+                budget_ends=ends,
             )
             with self.clock.phase("verify"):
                 self._warmup.verify(served.rehearse, self.warmed)
@@ -312,14 +335,38 @@ class _Boot:
         if self.settings.self_check:
             self._regions.check_next_call(self.regions)
 
-    def _save(self, warmed: Warmed) -> None:
-        if self.cache is None or not (warmed.graphs or not self.saves):
+    # --- saving ----------------------------------------------------------------------------------------------------
+
+    def _use(self, cache: Cache | None) -> None:
+        """Saves with this cache from here on, and with an earlier one no more."""
+        for earlier in self.savers:
+            earlier.close()
+        self.cache = cache
+        if cache is not None:
+            self.savers.append(Saver(cache, self.settings.persist_deadline_s, self._tell_saved))
+
+    def _save_soon(self) -> None:
+        """After each graph, beside the next one's compile: a kill loses no more than the compile that it meets."""
+        if self.cache is not None:
+            self.savers[-1].soon()
+
+    def _settle(self) -> None:
+        """Waits a moment for the last save, so that the report can tell; a slow store is not waited for."""
+        if self.cache is None:
             return
         with self.clock.phase("persist"):
-            saved = self.cache.persist(self.settings.persist_deadline_s)
-        self.saves.append(saved)
-        if saved.outcome is PersistOutcome.FAILED:
-            self.warnings.append(saved.reason)
+            settled = self.savers[-1].settle(_READY_S)
+        failures = [saved.reason for saved in self._persisted() if saved.outcome is PersistOutcome.FAILED]
+        if failures or not settled:
+            reason = failures[-1] if failures else f"it had not ended after {_READY_S:g} s"
+            self.warnings.append(f"not all is saved yet, which goes on in the background: {reason}")
+
+    def _tell_saved(self, saved: Persisted) -> None:
+        if self.ready:
+            print(f"warmstart: what was compiled since: {saved.reason}", flush=True)
+
+    def _persisted(self) -> list[Persisted]:
+        return [saved for saver in self.savers for saved in saver.saves]
 
     def _failed_check(self) -> str:
         for region in self.regions:
@@ -391,13 +438,17 @@ class _Boot:
             reason=reason,
             boot_s=boot_s,
             phases=dict(self.clock.seconds),
-            background={"restore": self.restored.seconds},
+            background={
+                "restore": self.restored.seconds,
+                "persist": sum(saved.seconds for saved in self._persisted()),
+            },
             counts=asdict(self.counts) | {"kernels_built": self.kernels_built},
             regions=[_region_row(region) for region in self.regions],
             requests=[_request_row(item) for item in self.warmed],
             restored=_row(self.restored),
-            persisted=[_row(saved) for saved in self.saves],
+            persisted=[_row(saved) for saved in self._persisted()],
             facts=self._facts(),
+            process=self._process(),
             warnings=self.warnings,
         )
 
@@ -412,7 +463,20 @@ class _Boot:
             "strategy": self.settings.strategy,
             "live_dir": str(self.live.path) if self.live else None,
             "live_dir_reason": self.live.reason if self.live else None,
+        }
+
+    def _process(self) -> dict[str, Any]:
+        """What is left running, and the memory, when the model is ready."""
+        children = process.children()
+        if children:
+            self.warnings.append(f"{len(children)} processes that the boot started still run: {children[0][:100]}")
+        resident_bytes, peak_bytes = process.memory_bytes() or (None, None)
+        return {
             "pid": os.getpid(),
+            "resident_bytes": resident_bytes,
+            "peak_bytes": peak_bytes,
+            "threads": threading.active_count(),
+            "children": children,
         }
 
     def _write(self, report: Report) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import enum
 import fcntl
 import os
 import shutil
@@ -15,6 +16,9 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
+
+MAX_GRAPHS = 256
+"""Most graphs of one code object: torch 2.13's `accumulated_recompile_limit`, the same in each thread unless set."""
 
 
 @dataclass(frozen=True)
@@ -140,21 +144,30 @@ def kernels(live: Path) -> frozenset[str]:
     )
 
 
+class Missing(enum.Enum):
+    """What becomes of a call that needs a graph which is not there; the values are torch's stances."""
+
+    COMPILED = "default"
+    REFUSED = "fail_on_recompile"
+    """It raises `RuntimeError` before anything has run, if regions are whole graphs; see `refusal`."""
+    EAGER = "eager_on_recompile"
+    """It runs uncompiled, and torch says nothing of it."""
+
+
 @contextlib.contextmanager
-def compiling(*, allowed: bool) -> Iterator[None]:
+def compiling(missing: Missing) -> Iterator[None]:
     """What every run of the model is wrapped in, warm-up and prediction alike, so that no guard tells them apart.
 
     Entered anew in each thread: Dynamo's configuration is a context variable since torch 2.12
     (pytorch/pytorch#186537), so what setup() sets on its thread does not exist in a prediction's.
 
     Args:
-        allowed: whether a graph that is missing may be compiled; if not, such a call runs eagerly.
+        missing: what becomes of a call that needs a graph which is not there.
     """
     import torch
     import torch._dynamo.config as dynamo
     from torch.fx.experimental import _config as shapes
 
-    stance = "default" if allowed else "eager_on_recompile"
     # Inference mode rather than no_grad: its tensors are no views of a base, and guards on the base's strides would
     # cost one more graph per region. Without duck shaping two sizes that happen to be equal at the first call (16
     # picture tokens, 16 text tokens) are not taken to be equal for ever (pytorch/pytorch#160271).
@@ -164,9 +177,29 @@ def compiling(*, allowed: bool) -> Iterator[None]:
         torch.inference_mode(),
         shapes.patch(use_duck_shape=False),  # type: ignore[attr-defined]
         dynamo.patch(specialize_float=True),
-        torch.compiler.set_stance(stance),
+        torch.compiler.set_stance(missing.value),
     ):
         yield
+
+
+@contextlib.contextmanager
+def no_more_graphs() -> Iterator[None]:
+    """Inside it, whatever was said outside, a call that would need one more graph runs uncompiled."""
+    import torch
+
+    with torch.compiler.set_stance(Missing.EAGER.value):
+        yield
+
+
+def refusal(error: BaseException) -> str:
+    """Why a call was refused under `Missing.REFUSED`, in torch's words; "" if the error is another one."""
+    text = str(error)
+    # torch 2.13 has no type of its own for it.
+    if not isinstance(error, RuntimeError) or not text.startswith("Detected recompile when torch.compile stance"):
+        return ""
+    failures = [line.strip() for line in text.splitlines() if line.strip().startswith("- ")]
+    # "- 0/1: tensor 'x' size mismatch ..." after the numbers of the graph that it was compared with.
+    return failures[0].removeprefix("- ").partition(": ")[2] if failures else "no graph was compiled for it"
 
 
 def compile_events() -> list[dict[str, object]]:

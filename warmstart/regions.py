@@ -59,6 +59,10 @@ class Region:
     tolerance: float = 0.0
     checking: bool = field(default=False, repr=False)
     """Set to compare the next call with eager."""
+    full: int = 0
+    """The limit of graphs, once it is reached; calls that no graph covers then run uncompiled."""
+    uncovered: str = ""
+    """Why a call since this was last emptied ran uncompiled: what no graph covers. "" if all were covered."""
 
     @property
     def name(self) -> str:
@@ -110,9 +114,17 @@ def repeated_classes(module: nn.Module) -> list[str]:
     return sorted(sizes)
 
 
-def compile_in_place(regions: Sequence[Region], options: CompileOptions) -> None:
-    """Makes every region compile at its first call; names, types and state dict of the model stay as they are."""
-    meter = _Meter()
+def compile_in_place(
+    regions: Sequence[Region], options: CompileOptions, compiled_some: Callable[[], None] = lambda: None
+) -> None:
+    """Makes every region compile at its first call; names, types and state dict of the model stay as they are.
+
+    Args:
+        regions: what to compile.
+        options: how.
+        compiled_some: called after each call of a region that compiled a graph, on that call's thread.
+    """
+    meter = _Meter(options.recompile_limit, compiled_some)
     for region in regions:
         for module in region.modules:
             module.compile(**options.arguments())
@@ -144,9 +156,16 @@ def canonical(value: Any) -> Any:
 
 
 class _Meter:
-    """Tells how torch's counters moved since it was asked last. Shared by all regions, as only they compile."""
+    """Tells how torch's counters moved since it was asked last. Shared by all regions, as only they compile.
 
-    def __init__(self) -> None:
+    It also counts the graphs of each class, since torch's limit is on those of one code object, wherever its modules
+    are. Beyond the limit torch fails under fullgraph, and without it goes eager and says nothing.
+    """
+
+    def __init__(self, limit: int, compiled_some: Callable[[], None]) -> None:
+        self.limit = limit
+        self.graphs: collections.Counter[type[nn.Module]] = collections.Counter()
+        self.compiled_some = compiled_some
         self._last = inductor.counts()
 
     def moved(self) -> Counts | None:
@@ -162,6 +181,7 @@ class _Call:
 
     def __init__(self, region: Region, module: nn.Module, compiled: Callable[..., Any], meter: _Meter) -> None:
         self._region = region
+        self._class = type(module)
         self._eager: Callable[..., Any] = module._call_impl
         self._compiled = compiled
         self._meter = meter
@@ -174,15 +194,34 @@ class _Call:
             return self._eager(*args, **kwargs)
         args = canonical(args)
         kwargs = {name: canonical(value) for name, value in kwargs.items()}
+        if self._meter.graphs[self._class] >= self._meter.limit:
+            region.full = self._meter.limit
         try:
-            output = self._compiled(*args, **kwargs)
+            output = self._covered(*args, **kwargs)
         finally:
             if moved := self._meter.moved():
                 region.counts += moved
+                self._meter.graphs[self._class] += moved.graphs
+                self._meter.compiled_some()
         if region.checking:
             region.checking = False
             self._check(output, self._eager(*args, **kwargs))
         return output
+
+    def _covered(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the compiled code, or, where no graph covers the call and none may be made, the module as it is."""
+        region = self._region
+        # The refusal names its reason, which takes milliseconds: once for each request is enough.
+        if region.full or region.uncovered:
+            with inductor.no_more_graphs():
+                return self._compiled(*args, **kwargs)
+        try:
+            return self._compiled(*args, **kwargs)
+        except RuntimeError as error:
+            if not (why := inductor.refusal(error)):
+                raise
+            region.uncovered = why
+        return self._eager(*args, **kwargs)
 
     def _check(self, output: Any, expected: Any) -> None:
         pairs = list(zip(_tensors(output), _tensors(expected), strict=True))

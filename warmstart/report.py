@@ -111,6 +111,8 @@ class Report:
     persisted: list[dict[str, Any]]
     facts: dict[str, Any]
     """Device, precision, threads, key digests, places."""
+    process: dict[str, Any]
+    """When the model is ready: resident and highest memory in bytes, threads of Python, and child processes."""
     warnings: list[str] = field(default_factory=list)
 
     def json(self) -> str:
@@ -125,6 +127,7 @@ class Report:
         rows += [f"  cache      {self.restored['reason']}"] if self.restored else []
         rows += [f"  region     {_region(region)}" for region in self.regions]
         rows += [f"  request    {_request(request)}" for request in self.requests]
+        rows += [f"  process    {_process(self.process)}"] if self.process else []
         rows += [f"  warning    {warning}" for warning in self.warnings]
         return [*rows, f"{LINE} {self.json()}"]
 
@@ -140,6 +143,13 @@ def _region(region: dict[str, Any]) -> str:
         f"{region['name']} x{region['modules']}: {region['graphs']} graphs, {region['fx_hits']} hits,"
         f" {region['fx_misses']} misses; {check}"
     )
+
+
+def _process(process: dict[str, Any]) -> str:
+    children = f"{len(process['children'])} child processes, {process['threads']} threads"
+    if process["resident_bytes"] is None:
+        return children
+    return f"{process['resident_bytes'] / 1e6:.0f} MB ({process['peak_bytes'] / 1e6:.0f} MB at most), {children}"
 
 
 def _request(request: dict[str, Any]) -> str:

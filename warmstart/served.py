@@ -8,15 +8,16 @@ import time
 from typing import TYPE_CHECKING
 
 from warmstart import inductor
+from warmstart.inductor import Missing
 from warmstart.models import Request, Result
 
 if TYPE_CHECKING:
-    from warmstart.cache import Cache
-    from warmstart.models import Model
-    from warmstart.report import Report
+    from collections.abc import Sequence
 
-# A stopping container has ten seconds by default before it is killed; saving must leave room for the rest.
-_EXIT_SAVE_S = 5.0
+    from warmstart.models import Model
+    from warmstart.regions import Region
+    from warmstart.report import Report
+    from warmstart.saving import Saver
 
 
 class UnplannedRequestError(ValueError):
@@ -32,14 +33,19 @@ class Served:
 
     report: Report
 
-    def __init__(self, model: Model, *, unplanned: str, persist_deadline_s: float) -> None:
+    def __init__(self, model: Model, *, unplanned: str, fullgraph: bool, stop_grace_s: float) -> None:
         self._model = model
         self._unplanned = unplanned
-        self._persist_deadline_s = persist_deadline_s
-        self._cache: Cache | None = None
+        # A region that is one graph is refused before any of it has run. One with graph breaks might be refused half
+        # way, and to run it again from its start would be wrong where it changes a key-value cache, say.
+        self._missing = Missing.REFUSED if fullgraph else Missing.EAGER
+        if unplanned == "compile":
+            self._missing = Missing.COMPILED
+        self._stop_grace_s = stop_grace_s
+        self._saver: Saver | None = None
+        self._regions: Sequence[Region] = ()
         self._planned: frozenset[str] = frozenset()
         self._running = threading.Lock()
-        self._unsaved = threading.Event()
 
     def __call__(self, request: Request) -> Result:
         """Answers one request.
@@ -47,56 +53,66 @@ class Served:
         Raises:
             UnplannedRequestError: it was not planned and WARMSTART_UNPLANNED is `reject`.
         """
-        reason = "" if request.label in self._planned else self._unplanned_reason(request)
+        planned = request.label in self._planned
+        if not planned and self._unplanned == "reject":
+            raise UnplannedRequestError(
+                f"the request {request.label!r} was not planned, so it might wait for a compile, which this server is"
+                f" set to refuse (WARMSTART_UNPLANNED=reject); planned are: {self._known()}."
+            )
         # One lock round whatever may compile: Dynamo compiles in one thread at a time, and pipelines keep state.
-        with self._running, inductor.compiling(allowed=self._unplanned == "compile"):
-            before, started = inductor.counts(), time.perf_counter()
+        with self._running, inductor.compiling(self._missing):
+            for region in self._regions:
+                region.uncovered = ""
+            before, started = inductor.graphs(), time.perf_counter()
             outputs = self._model.run(request)
-            seconds, compiled = time.perf_counter() - started, inductor.counts() - before
-        if compiled.graphs:
-            self._save_soon()
-        return Result(outputs, seconds, compiled.graphs, reason)
+            seconds, graphs = time.perf_counter() - started, inductor.graphs() - before
+            reason = self._why_slower(request, planned, graphs)
+        return Result(outputs, seconds, graphs, reason)
 
     def rehearse(self, request: Request) -> None:
         """Answers a planned request during the boot, when compiling is allowed."""
-        with self._running, inductor.compiling(allowed=True):
+        with self._running, inductor.compiling(Missing.COMPILED):
             self._model.run(request)
 
-    def finish(self, report: Report, cache: Cache | None, planned: frozenset[str]) -> None:
+    def finish(self, report: Report, saver: Saver | None, planned: frozenset[str], regions: Sequence[Region]) -> None:
         """Ends the boot: from here on the labels in `planned` are known to need no compile.
 
         Args:
             report: what the boot did.
-            cache: where to save what a request compiles, if anywhere.
+            saver: saves what a request compiles; None where nothing is saved.
             planned: labels of the requests that are ready.
+            regions: what is compiled.
         """
         self.report = report
-        self._cache = cache
+        self._saver = saver
         self._planned = planned
-        atexit.register(self._save_at_exit)
+        self._regions = regions
+        atexit.register(self.save, self._stop_grace_s)
 
-    def _unplanned_reason(self, request: Request) -> str:
-        known = ", ".join(sorted(self._planned)) or "nothing, since no request was warmed"
-        if self._unplanned == "reject":
-            raise UnplannedRequestError(
-                f"the request {request.label!r} was not planned, so it might wait for a compile, which this server is"
-                f" set to refuse (WARMSTART_UNPLANNED=reject); planned are: {known}."
-            )
-        how = "is compiled now" if self._unplanned == "compile" else "runs uncompiled"
-        return f"{request.label} was not warmed, so what no compiled graph covers {how}"
+    def save(self, timeout_s: float) -> bool:
+        """Waits until all that was compiled is in the store.
 
-    def _save_soon(self) -> None:
-        """Saves in the background what a request compiled; a save that is under way takes it along or is repeated."""
-        already = self._unsaved.is_set()
-        self._unsaved.set()
-        if self._cache is not None and not already:
-            threading.Thread(target=self._save, name="warmstart-save", daemon=True).start()
+        It is saved in the background anyway, and once more at the process's exit, within WARMSTART_STOP_GRACE_S.
 
-    def _save(self) -> None:
-        if self._cache is not None:
-            self._unsaved.clear()
-            print(f"warmstart: a request compiled; {self._cache.persist(self._persist_deadline_s).reason}", flush=True)
+        Args:
+            timeout_s: longest wait.
 
-    def _save_at_exit(self) -> None:
-        if self._cache is not None and self._unsaved.is_set():
-            self._cache.persist(_EXIT_SAVE_S)
+        Returns:
+            Whether it is; True too where nothing is to be saved.
+        """
+        return self._saver is None or self._saver.settle(timeout_s)
+
+    def _known(self) -> str:
+        return ", ".join(sorted(self._planned)) or "nothing, since no request was warmed"
+
+    def _why_slower(self, request: Request, planned: bool, graphs: int) -> str:
+        what = f"{request.label}{'' if planned else ' was not warmed, and'}"
+        if uncovered := next((region for region in self._regions if region.uncovered), None):
+            return f"{what} ran {uncovered.name} uncompiled where no graph covers it: {uncovered.uncovered}"
+        if full := next((region for region in self._regions if region.full), None):
+            return f"{what} ran {full.name} uncompiled where none of its {full.full} graphs, the limit, covers it"
+        if graphs:
+            return f"{what} waited for a compile of {graphs} graph{'s' if graphs > 1 else ''}"
+        if not planned and self._missing is Missing.EAGER:
+            return f"{what} ran uncompiled where no graph covers it"
+        return ""

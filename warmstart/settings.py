@@ -96,6 +96,9 @@ class Settings:
     )
     restore_deadline_s: float = _setting(60.0, "Longest wait for the stores at boot.", minimum=0)
     persist_deadline_s: float = _setting(60.0, "Longest wait for one save.", minimum=0)
+    stop_grace_s: float = _setting(
+        5.0, "Longest that a stopping process takes to save what is unsaved; then it is lost.", minimum=0
+    )
     max_bundle_bytes: int = _setting(
         4_000_000_000, "Most bytes that one version's bundles hold together, unpacked.", minimum=1
     )

@@ -53,6 +53,57 @@ class Predictor(BaseRunner):
 """  # noqa: E501
 
 
+# The default model in the smallest project that compiles: one planned size, and any other may be asked for.
+SMALL = """
+import hashlib
+
+from cog import BaseRunner, Input
+
+import warmstart
+
+
+def request(tokens: int) -> warmstart.Request:
+    inputs = {"prompt": "7", "negative_prompt": "", "width": 16 * tokens, "height": 16, "num_inference_steps": 2}
+    inputs |= {"num_images_per_prompt": 1, "true_cfg_scale": 1.0, "max_sequence_length": 16}
+    return warmstart.Request(f"{tokens} tokens", inputs, seeds=(tokens,))
+
+
+class Predictor(BaseRunner):
+    def setup(self) -> None:
+        self.model = warmstart.boot([request(4)], sources=[__file__])
+
+    def run(self, tokens: int = Input(default=4, ge=1, le=64)) -> str:
+        result = self.model(request(int(tokens)))
+        self.record_metric("graphs_compiled", result.graphs)
+        if result.reason:
+            print(result.reason)
+        return hashlib.sha256(result.outputs[0].tobytes()).hexdigest()
+"""
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project that compiles one region of the default model for one size."""
+    root = tmp_path_factory.mktemp("small")
+    (root / "predict.py").write_text(SMALL)
+    (root / "cog.yaml").write_text('run: "predict.py:Predictor"\n')
+    return root
+
+
+@pytest.fixture
+def small_environment(model_dir: Path, tmp_path: Path) -> dict[str, str | None]:
+    """Settings for a boot of the small project, with a store and a temporary directory of this test's own."""
+    (tmp_path / "tmp").mkdir()
+    return {
+        "PYTHONPATH": str(ROOT),
+        "WARMSTART_MODEL": str(model_dir),
+        "WARMSTART_REGIONS": "FluxTransformerBlock",
+        "WARMSTART_CACHE_URL": str(tmp_path / "store"),
+        "TMPDIR": str(tmp_path / "tmp"),
+        "TORCHINDUCTOR_CACHE_DIR": None,
+    }
+
+
 @pytest.fixture(scope="session")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A project whose Predictor needs no model."""

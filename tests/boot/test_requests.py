@@ -1,0 +1,89 @@
+"""No request pays for a compile: many shapes in a row, from many threads, whatever the limits of the compiler."""
+
+import pytest
+from booting import SMALL
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+# 64 sizes, none of them planned but one, each asked for from a thread of its own; then the planned one again.
+MANY = """
+import hashlib, threading
+import warmstart
+
+SIZES = [(16 * width, 16 * height) for width in range(1, 9) for height in range(1, 9)]
+
+def sized(width, height):
+    inputs = {"prompt": "7", "negative_prompt": "", "width": width, "height": height, "num_inference_steps": 1}
+    inputs |= {"num_images_per_prompt": 1, "true_cfg_scale": 1.0, "max_sequence_length": 16}
+    return warmstart.Request(f"{width}x{height}", inputs)
+
+PLAN = [sized(64, 64)]
+"""
+ASK = """
+answer = []
+
+def ask(size):
+    result = model(sized(*size))
+    digest = hashlib.sha256(result.outputs[0].tobytes()).hexdigest()
+    answer.append([list(size), digest, result.graphs, result.reason])
+
+for size in [*SIZES, (64, 64)]:
+    thread = threading.Thread(target=ask, args=(size,))
+    thread.start()
+    thread.join()
+"""
+
+
+@pytest.fixture(scope="module")
+def uncompiled(boot, tmp_path_factory):
+    """What an uncompiled boot draws of each size."""
+    store = tmp_path_factory.mktemp("eager") / "store"
+    booted = boot(store, before=MANY, after=ASK, environment={"WARMSTART_COMPILE": "off"})
+    return [digest for _, digest, _, _ in booted.after]
+
+
+@pytest.mark.parametrize("fullgraph", ["true", "false"])
+def test_sixty_four_shapes_in_a_row_compile_nothing_and_are_right(boot, uncompiled, tmp_path, fullgraph):
+    environment = {**SMALL, "WARMSTART_FULLGRAPH": fullgraph}
+    booted = boot(tmp_path / "store", before=MANY, after=ASK, environment=environment)
+    assert booted.report["outcome"] == "cold"
+    assert sum(graphs for _, _, graphs, _ in booted.after) == 0
+    planned = [[size, digest, reason] for size, digest, _, reason in booted.after if size == [64, 64]]
+    assert planned[0] == planned[1]
+    assert planned[0][2] == ""
+    # A size of as many pixels has as many tokens, so the planned one's graph covers it; compiled code rounds elsewhere.
+    covered = [got[3] for got in booted.after if got[0] in ([128, 32], [32, 128])]
+    assert (covered == ["", ""]) is (fullgraph == "true")
+    pairs = zip(booted.after, uncompiled, strict=True)
+    others = [(got, want) for got, want in pairs if got[0][0] * got[0][1] != 64 * 64]
+    assert [got[1] for got, _ in others] == [want for _, want in others]
+    assert len(others) == 61
+    for (size, _, _, reason), _ in others:
+        width, height = size
+        assert reason.startswith(f"{width}x{height} was not warmed, and ran ")
+        # With graph breaks torch cannot be asked what no graph covers.
+        assert ("transformer.FluxTransformerBlock uncompiled" in reason) is (fullgraph == "true")
+
+
+def test_a_planned_label_that_hides_another_shape_is_told(boot, tmp_path):
+    """Its label says that it is warmed, and its size that it is not: it is right, slower, and says so."""
+    hidden = ASK.replace("sized(*size)", "warmstart.Request('64x64', sized(*size).inputs)")
+    booted = boot(tmp_path / "store", before=MANY, after=hidden, environment=SMALL)
+    told = {tuple(size): reason for size, _, _, reason in booted.after}
+    assert told[64, 64] == ""
+    assert told[64, 32].startswith("64x64 ran transformer.FluxTransformerBlock uncompiled where no graph covers it: ")
+    assert "size mismatch" in told[64, 32]
+
+
+def test_the_limit_of_graphs_is_met_openly_and_the_rest_is_served_uncompiled(boot, uncompiled, tmp_path):
+    """Torch would fail here, since the region is to be one graph, and say nothing where it need not be."""
+    few = MANY + "SIZES = SIZES[:5]\nfrom warmstart.boot import _Boot\n_Boot._graph_limit = lambda self: 3\n"
+    environment = {**SMALL, "WARMSTART_UNPLANNED": "compile", "WARMSTART_DYNAMIC": "false"}
+    booted = boot(tmp_path / "store", before=few, after=ASK, environment=environment)
+    *others, planned = booted.after
+    assert [graphs for _, _, graphs, _ in booted.after] == [1, 1, 0, 0, 0, 0]
+    assert "waited for a compile of 1 graph" in others[0][3]
+    for (size, digest, _, reason), want in list(zip(others, uncompiled, strict=False))[2:]:
+        assert digest == want, size
+        assert "none of its 3 graphs, the limit, covers it" in reason
+    assert planned[3] == ""

@@ -1,0 +1,139 @@
+"""When is saved: soon, one save at a time, again after a failure, and never in the way of who asks for it."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from warmstart import saving
+from warmstart.cache import Persisted, PersistOutcome
+from warmstart.saving import Saver
+
+LONG_S = 60.0
+
+
+class Cache:
+    """A cache whose saves end when the test lets them, with the outcomes it gives."""
+
+    def __init__(self, *outcomes: PersistOutcome | Exception) -> None:
+        self.outcomes = list(outcomes)
+        self.begun = threading.Semaphore(0)
+        self.go_on = threading.Event()
+        self.go_on.set()
+        self.saves = 0
+
+    def persist(self, deadline_s: float) -> Persisted:
+        assert deadline_s == LONG_S
+        self.saves += 1
+        self.begun.release()
+        assert self.go_on.wait(LONG_S)
+        outcome = self.outcomes.pop(0) if self.outcomes else PersistOutcome.NOTHING_NEW
+        if isinstance(outcome, Exception):
+            raise outcome
+        return Persisted(outcome, f"because {outcome.value}")
+
+
+@pytest.fixture
+def told() -> list[Persisted]:
+    return []
+
+
+@pytest.fixture
+def start(told: list[Persisted]) -> Iterator[Callable[[Cache], Saver]]:
+    savers = []
+
+    def make(cache: Cache) -> Saver:
+        savers.append(Saver(cache, LONG_S, told.append))  # type: ignore[arg-type]
+        return savers[-1]
+
+    yield make
+    for saver in savers:
+        saver.close()
+
+
+def test_who_asks_for_a_save_does_not_wait_for_it(start) -> None:
+    cache = Cache()
+    cache.go_on.clear()
+    saver = start(cache)
+    for _ in range(20):
+        saver.soon()
+    assert cache.begun.acquire(timeout=LONG_S)
+    assert saver.saves == []
+    cache.go_on.set()
+    assert saver.settle(LONG_S)
+
+
+def test_a_burst_during_a_save_is_one_more_save(start) -> None:
+    cache = Cache()
+    saver = start(cache)
+    cache.go_on.clear()
+    saver.soon()
+    assert cache.begun.acquire(timeout=LONG_S)
+    for _ in range(50):
+        saver.soon()
+    cache.go_on.set()
+    assert saver.settle(LONG_S)
+    # The burst, and at most one more for the wait itself.
+    assert cache.saves in (2, 3)
+
+
+def test_what_was_told_before_a_wait_is_saved_when_it_ends(start, told) -> None:
+    saver = start(Cache(PersistOutcome.PUBLISHED))
+    saver.soon()
+    assert saver.settle(LONG_S)
+    assert PersistOutcome.PUBLISHED in [saved.outcome for saved in saver.saves]
+    assert [saved.reason for saved in told] == ["because published"]
+
+
+def test_a_store_that_hangs_is_not_waited_for_longer_than_was_said(start) -> None:
+    cache = Cache()
+    cache.go_on.clear()
+    saver = start(cache)
+    started = time.monotonic()
+    assert not saver.settle(0.2)
+    assert time.monotonic() - started < LONG_S / 2
+    cache.go_on.set()
+
+
+@pytest.mark.parametrize("failure", [PersistOutcome.FAILED, OSError("no room")])
+def test_a_failed_save_is_tried_again_by_itself(start, told, monkeypatch: pytest.MonkeyPatch, failure) -> None:
+    monkeypatch.setattr(saving, "_RETRIES_S", (0.01, 0.01))
+    cache = Cache(failure, failure, PersistOutcome.PUBLISHED)
+    saver = start(cache)
+    assert not saver.settle(LONG_S)
+    for _ in range(3):
+        assert cache.begun.acquire(timeout=LONG_S)
+    assert saver.settle(LONG_S)
+    assert [saved.outcome.value for saved in told] == ["failed", "failed", "published"]
+
+
+def test_a_store_that_stays_away_is_asked_a_few_times_only(start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saving, "_RETRIES_S", (0.01, 0.01))
+    cache = Cache(*[PersistOutcome.FAILED] * 10)
+    saver = start(cache)
+    saver.soon()
+    for _ in range(3):
+        assert cache.begun.acquire(timeout=LONG_S)
+    assert not cache.begun.acquire(timeout=0.5)
+    # The next compile, or the exit, asks once more.
+    assert not saver.settle(LONG_S)
+
+
+def test_after_its_end_nothing_is_saved(start) -> None:
+    cache = Cache()
+    saver = start(cache)
+    saver.close()
+    saver.soon()
+    assert not saver.settle(0.2)
+    assert cache.saves == 0
+
+
+def test_who_tells_may_fail(told) -> None:
+    def closed(_: Persisted) -> None:
+        raise ValueError("I/O operation on closed file")
+
+    saver = Saver(Cache(PersistOutcome.PUBLISHED), LONG_S, closed)  # type: ignore[arg-type]
+    assert saver.settle(LONG_S)
+    assert saver.settle(LONG_S)
+    saver.close()

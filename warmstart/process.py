@@ -1,0 +1,48 @@
+"""What this process takes of its machine, from /proc; knows nothing of what runs in it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def memory_bytes() -> tuple[int, int] | None:
+    """Resident memory of this process now and at its highest; None where there is no /proc."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    # "VmRSS:     1024 kB"; the kernel's kB are 1024 bytes.
+    values = {name: text.split() for name, _, text in (line.partition(":") for line in lines)}
+    try:
+        return int(values["VmRSS"][0]) * 1024, int(values["VmHWM"][0]) * 1024
+    except (KeyError, IndexError, ValueError):
+        return None
+
+
+def children() -> list[str]:
+    """Command lines of the processes that this one started and that still run."""
+    found = []
+    for task in _listed(Path("/proc/self/task")):
+        try:
+            pids = (task / "children").read_text().split()
+        # The thread ended since, or the kernel has no such file.
+        except OSError:
+            continue
+        found += [_command(int(pid)) for pid in pids]
+    return sorted(filter(None, found))
+
+
+def _listed(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _command(pid: int) -> str:
+    """Empty for a process that has ended, whether or not somebody has asked for its exit status."""
+    try:
+        return " ".join(os.fsdecode(part) for part in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") if part)
+    except OSError:
+        return ""
