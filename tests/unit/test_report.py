@@ -61,7 +61,8 @@ def test_the_last_line_is_json_on_one_line():
         Outcome.COLD, "a reason", 1.0, {"warm-up": 1.0}, {}, {"graphs": 1},
         [{"name": "a.B", "modules": 2, "graphs": 1, "fx_hits": 0, "fx_misses": 1, "difference": None}],
         [{"label": "1:1 x1", "first_s": 1.0, "graphs": 1, "steady_s": None}],
-        {"reason": "nothing"}, [], {}, {"resident_bytes": 1, "peak_bytes": 2, "threads": 3, "children": []}, ["a warning"],
+        {"reason": "nothing"}, [], {}, {"resident_bytes": 1, "peak_bytes": 2, "threads": 3, "children": []},
+        ["a warning"],
     )  # fmt: skip
     lines = report.lines()
     word, _, text = lines[-1].partition(" ")
