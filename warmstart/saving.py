@@ -50,7 +50,7 @@ class Saver:
         self._orders.put(None)
 
     def settle(self, timeout_s: float) -> bool:
-        """Saves what is new, and waits for it; False if it failed or the time ran out."""
+        """Waits until all that was told is saved, also what failed before; False if it fails or the time runs out."""
         answer: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._orders.put(answer)
         with contextlib.suppress(queue.Empty):
@@ -65,25 +65,26 @@ class Saver:
     def _work(self) -> None:
         retries = iter(_RETRIES_S)
         retry_s: float | None = None
+        failed = False
         while True:
-            waiting = self._next_orders(retry_s)
+            orders = self._next_orders(retry_s)
             if self._closed:
                 return
-            saved = self._save()
-            failed = saved.outcome is PersistOutcome.FAILED
-            retries = retries if failed else iter(_RETRIES_S)
-            retry_s = next(retries, None) if failed else None
-            for answer in waiting:
+            if failed or None in orders:
+                failed = self._save().outcome is PersistOutcome.FAILED
+                retries = retries if failed else iter(_RETRIES_S)
+                retry_s = next(retries, None) if failed else None
+            for answer in filter(None, orders):
                 answer.put(not failed)
 
-    def _next_orders(self, retry_s: float | None) -> list[queue.SimpleQueue[bool]]:
+    def _next_orders(self, retry_s: float | None) -> list[queue.SimpleQueue[bool] | None]:
         """Waits for an order, or until it is time to try again; takes all that have come."""
         found: list[queue.SimpleQueue[bool] | None] = []
         with contextlib.suppress(queue.Empty):
             found.append(self._orders.get(timeout=retry_s))
             while True:
                 found.append(self._orders.get_nowait())
-        return [order for order in found if order is not None]
+        return found
 
     def _save(self) -> Persisted:
         started = time.monotonic()
