@@ -31,12 +31,11 @@ from warmstart.bundle import SUFFIX, TEMPORARY_PREFIX
 from warmstart.store import STALE_S, open_store
 
 ROOT = Path(__file__).resolve().parent.parent
-PROJECT = Path(__file__).with_name("_kill_project.py")
+PROJECT = Path(__file__).with_name("_kill_project")
 SIZES = 4  # planned by each chapter
 GREY_STEPS = 2  # of 255, by which compiled pictures may differ from eager ones
 GRACE_S = 3.0  # docker stop gives 10; the prediction that is to be finished takes less than one
 WAIT_S = 900.0  # for anything that must come, on a machine however busy
-BESIDE_S = 1800.0
 SETTINGS = {
     "WARMSTART_REGIONS": "FluxTransformerBlock",
     "WARMSTART_DYNAMIC": "false",
@@ -157,9 +156,7 @@ class Place:
         self._boots = itertools.count()
         self._settings = {**SETTINGS, "WARMSTART_MODEL": str(model), "WARMSTART_CACHE_URL": str(store)}
         self.project = self.folder / "project"
-        self.project.mkdir()
-        shutil.copyfile(PROJECT, self.project / "predict.py")
-        (self.project / "cog.yaml").write_text('run: "predict.py:Predictor"\n')
+        shutil.copytree(PROJECT, self.project)
 
     def environment(self, **more: str) -> dict[str, str | None]:
         """Return the next boot's variables; those of the caller's which would change what is compiled are removed."""

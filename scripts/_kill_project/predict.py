@@ -1,4 +1,4 @@
-"""The predict.py of the project that scripts/_kills.py boots and kills; knows the sizes it plans and where to say what.
+"""The Predictor that scripts/_kills.py boots and kills; knows the sizes it plans and where to say what.
 
 Every planned size has graphs of its own (WARMSTART_DYNAMIC=false), so that a boot is a row of small compiles, each
 followed by a save. It leaves a trace: a line for each phase that begins or ends, written at once, so that whoever
