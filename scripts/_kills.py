@@ -51,7 +51,7 @@ PLACES = ("fresh", "kept", "preset")
 TARGETS = ("stop", "worker", "server", "container")
 # Told by the trace of the boot, but for "any": a time drawn from the life of a boot, and "save": a file half in the
 # store. Each is followed by a random wait of up to so many seconds.
-MOMENTS = {"any": 0.0, "restore": 0.05, "compile": 4.0, "persist": 0.1, "save": 0.0, "verify": 0.2, "prediction": 0.5}
+MOMENTS = {"any": 0.5, "restore": 0.05, "compile": 4.0, "persist": 0.1, "save": 0.0, "verify": 0.2, "prediction": 0.5}
 # How often each is drawn: what is unsaved is lost in a compile or a save.
 WEIGHTS = {"any": 6, "restore": 1, "compile": 4, "persist": 2, "save": 3, "verify": 1, "prediction": 1}
 
@@ -310,7 +310,11 @@ class Campaign:
             "verify": lambda lines: "+verify" in lines,
             "prediction": lambda lines: "+ready" in lines,
         }.get(moment, lambda _: True)
-        pause_s = MOMENTS[moment] * chance.random() if moment != "any" else chance.uniform(0, 1.1 * self.life_s)
+        pause_s = MOMENTS[moment] * chance.random()
+        if moment == "any":
+            ends = time.monotonic() + chance.uniform(0, 1.1 * self.life_s)
+            # A warm boot is over before a cold one's time; one that only waits for requests has little to lose.
+            until(lambda: time.monotonic() > ends or "+ready" in place.lines(), "the time drawn", server)
         poll_s = 0.0 if moment == "save" else 0.02
         until(lambda: passed(place.lines()), f"the moment {moment!r}", server, poll_s)
         if moment == "prediction":

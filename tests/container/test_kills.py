@@ -1,6 +1,7 @@
 """Boots killed at random moments over one store lose nothing but time: the kill matrix, small, and its own eyesight."""
 
 import hashlib
+import json
 import os
 import signal
 import subprocess
@@ -16,6 +17,8 @@ from _kills import (
     WEIGHTS,
     Audit,
     Campaign,
+    Kill,
+    Left,
     Violation,
     beside,
     in_namespace,
@@ -208,6 +211,34 @@ def test_old_litter_goes_with_the_next_save_and_new_litter_stays(audit: Audit, t
     campaign.litter_goes()
     assert audit.litter() == []
     assert hashlib.sha256((folder(audit) / f"{name}{SUFFIX}").read_bytes()).hexdigest() == name
+
+
+@pytest.mark.parametrize("harm", ["", "the store lost 2 files"])
+def test_the_command_fails_on_harm_and_says_how_to_repeat_it(
+    command, model_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], harm: str
+) -> None:
+    module = command("kill_matrix")
+
+    def run(campaign: Campaign, options) -> None:
+        campaign.kills.append(Kill(0, "kept", "worker", "any", "compile 2", litter=1))
+        campaign.left.append(Left(0, "kept", "partial", 1, 1, 3, 9.0))
+        if harm:
+            raise Violation(harm)
+
+    monkeypatch.setattr(module, "run", run)
+    assert module.main(["--kills", "1", "--seed", "5", "--json", "--model", str(model_dir)]) == (1 if harm else 0)
+    said = capsys.readouterr()
+    lines = said.out.splitlines()
+    assert lines[2].split() == ["compile", "1", "1"]
+    assert "kept 1/1/3" in lines[5]
+    assert json.loads(lines[-1])["violation"] == harm
+    repeat = "scripts/kill_matrix --kills 1 --per-chapter 12 --seed 5 --beside 0 --boots 40"
+    assert (repeat in said.err) is bool(harm)
+
+
+def test_the_command_refuses_what_is_no_model(command, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("kill_matrix").main(["--model", str(tmp_path)]) == 2
+    assert "holds no model" in capsys.readouterr().err
 
 
 def test_every_moment_has_a_weight() -> None:
