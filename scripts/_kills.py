@@ -372,7 +372,9 @@ class Campaign:
         if self._right.setdefault(place.number, digest) != digest:
             raise Violation(f"the pictures of place {place.number} are not those of its first compiled boot")
         self.audit.look()
-        if (graphs := self.audit.graphs(report["facts"]["version"])) != SIZES:
+        version = report["facts"]["version"]
+        (place.folder / "version").write_text(version)
+        if (graphs := self.audit.graphs(version)) != SIZES:
             raise Violation(f"a boot that compiled all left {graphs} of {SIZES} graphs in the store")
 
     def litter_goes(self) -> None:
