@@ -120,6 +120,9 @@ class _Module:
         self.path = path
         try:
             self.source = path.read_text()
+            if "\0" in self.source:  # Python's own error names no line
+                line = self.source.partition("\0")[0].count("\n") + 1
+                raise SchemaError(f"{path.name}:{line}: the file holds a NUL byte, so it is no text. Remove it there.")
             self.tree = ast.parse(self.source)
         except (OSError, UnicodeDecodeError) as error:
             raise SchemaError(f"{path} cannot be read: {error}. Correct `run:` in cog.yaml.") from None

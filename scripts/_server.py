@@ -6,6 +6,7 @@ runs the Predictor. Everything listens on a loopback address.
 
 from __future__ import annotations
 
+import argparse
 import base64
 import contextlib
 import json
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import _openapi
+import _watchdog
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -32,6 +34,7 @@ REPORT = "warmstart.report "
 WORKER = "coglet.server._run_worker"
 KEPT_LINES = 2000
 POLL_S = 0.1
+HEALTH_S = 2.0
 
 
 class ServerError(Exception):
@@ -89,6 +92,7 @@ class Server:
         self._ready = False
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
         self._process: subprocess.Popen[str] | None = None
+        self._watchdog: subprocess.Popen[bytes] | None = None
         self._reader: threading.Thread | None = None
 
     def __enter__(self) -> Self:
@@ -127,6 +131,9 @@ class Server:
             errors="replace",
             start_new_session=True,  # a Ctrl-C in our terminal is for us, and we stop the server
         )
+        # Should we be killed ourselves, it ends what we started; -I: nothing of the caller's gets into it.
+        watching = [sys.executable, "-I", _watchdog.__file__, str(self._process.pid)]
+        self._watchdog = subprocess.Popen(watching, stdin=subprocess.PIPE, start_new_session=True)
         self._reader = threading.Thread(target=self._read, name="server log", daemon=True)
         self._reader.start()
 
@@ -137,12 +144,12 @@ class Server:
             elapsed_s = time.monotonic() - started
             if elapsed_s > self.setup_timeout_s:
                 self._fail(f"setup() was not done after {elapsed_s:.0f} s. Allow it more, if it only was slow")
-            self._ready = self._poll()
+            self._ready = self.is_ready()
             if self._on_wait is not None:
                 self._on_wait(elapsed_s)
             time.sleep(0 if self._ready else POLL_S)
 
-    def _poll(self) -> bool:
+    def is_ready(self) -> bool:
         """Tell whether setup() is done; raise if it will never be."""
         status = ""
         if self._ended() is not None:
@@ -159,7 +166,6 @@ class Server:
         """Stop the server as `docker stop` does and see that its worker is gone too. Does nothing a second time."""
         if self._process is None:
             return
-        family = [self._process.pid, *descendants(self._process.pid)]
         deadline = time.monotonic() + self.stop_timeout_s
         self.signal(signal.SIGTERM)
         try:
@@ -167,27 +173,24 @@ class Server:
                 self._process.wait(self.stop_timeout_s)
             # The worker may still be saving, and gets its time, as in a container. In the middle of setup() a
             # container would be gone at once, while here the worker would go on for as long as setup() takes.
-            while self._ready and self._alive(family) and time.monotonic() < deadline:
+            while self._ready and self.family() and time.monotonic() < deadline:
                 time.sleep(POLL_S)
         finally:  # also when Ctrl-C ends the waiting
-            for pid in self._alive(family):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            if self.family():
+                _watchdog.kill(self._process.pid)
             if self._process.poll() is None:
-                self._process.kill()
+                self._process.kill()  # where there is no /proc
             self._process.wait()
             self._ready = False
+            self._end_watchdog()
         if self._reader is not None:
             self._reader.join(timeout=5)
 
-    def _alive(self, family: list[int]) -> list[int]:
-        """Return those of our processes that still run; our session tells them from others with a reused id."""
-        alive = []
-        for pid in family:
-            with contextlib.suppress(ProcessLookupError):
-                if self._process is not None and os.getsid(pid) == self._process.pid and _command_line(pid):
-                    alive.append(pid)
-        return alive
+    def _end_watchdog(self) -> None:
+        """Let the watchdog go; with nothing left to watch it ends by itself, and at once if it is killed."""
+        if self._watchdog is not None:
+            self._watchdog.kill()
+            self._watchdog.communicate()
 
     def signal(self, number: int) -> None:
         """Send a signal to what is process 1 in a container."""
@@ -202,6 +205,20 @@ class Server:
             raise ServerError("The server was not started, so it cannot end. Call start() first.")
         return self._process.wait(timeout_s)
 
+    def serve(self) -> int:
+        """Wait until the server is gone and return its exit status; raise if its worker is, since that stays so."""
+        while self._ended() is None:
+            with contextlib.suppress(OSError):  # it is ending
+                # A Predictor that calls itself unhealthy still has its worker.
+                if self.health().get("status") in ("UNHEALTHY", "DEFUNCT") and self.worker_pid() is None:
+                    raise ServerError(
+                        "The server's worker died, killed from outside or for want of memory, so no prediction can be "
+                        "made. See to the memory that is free and start the server again."
+                    )
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.wait_ended(HEALTH_S)
+        return self.wait_ended(None)
+
     # --- processes ------------------------------------------------------------------------------------------------
 
     def init_pid(self) -> int | None:
@@ -212,10 +229,17 @@ class Server:
             return self._process.pid
         return next(iter(descendants(self._process.pid)), None)
 
+    def family(self) -> list[int]:
+        """Return all our processes that run, from /proc: those of our session, whoever their parent is by now."""
+        if self._process is None:
+            return []
+        pids = _watchdog.members(self._process.pid)
+        # The leader's end has been fetched, and yet there is one: somebody else has its number, and so the session's.
+        return [] if self._process.poll() is not None and self._process.pid in pids else pids
+
     def worker_pid(self) -> int | None:
         """Return the id of the process that runs the Predictor, or None if there is none (or no /proc)."""
-        below = descendants(self._process.pid) if self._process else []
-        return next((pid for pid in below if WORKER in _command_line(pid)), None)
+        return next((pid for pid in self.family() if WORKER in _command_line(pid)), None)
 
     def _worker_never_came(self) -> bool:
         """Tell whether the worker could not even start; the server then says STARTING for ever."""
@@ -332,6 +356,17 @@ def predictor_reference(root: Path, target: str = "") -> str:
     return f"{file.relative_to(root)}:{name}"
 
 
+def positive_s(text: str) -> float:
+    """Parse the seconds of a command line's time-out; "inf" is none."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:  # written so that "nan" fails too
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
+    return seconds
+
+
 def from_data_url(url: str) -> tuple[str, bytes]:
     """Return the media type and the bytes of a data URL, the form in which the server returns files."""
     head, _, data = url.partition(",")
@@ -387,13 +422,16 @@ def _free_port(host: str) -> int:
 
 def _check_port(host: str, port: int) -> None:
     """Raise unless the port can be listened on; the server itself would end with a traceback."""
+    if not host.strip():  # to bind() it means every address, and to the server nothing
+        raise ServerError("The address to listen on is empty. Name one: 127.0.0.1, or 0.0.0.0 for all of this machine.")
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except (OSError, OverflowError) as error:
+        except (OSError, OverflowError, UnicodeError) as error:
+            cause = str(error).rstrip(".")
             raise ServerError(
-                f"The server cannot listen on {host}, port {port}: {error}. Choose another port or address."
+                f"The server cannot listen on {host}, port {port}: {cause}. Choose another port or address."
             ) from None
 
 

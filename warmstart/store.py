@@ -222,7 +222,8 @@ class DirectoryStore:
     def publish(self, key: Key, path: Path, name: str) -> bool:
         """Adds a bundle and the key's facts; False if a whole bundle of that name is there already."""
         folder = self._prepare(key)
-        _remove_stale(folder)
+        for place in (folder, folder.parent):
+            _remove_stale(place)
         _write_facts(folder.parent / "environment.json", key.environment)
         _write_facts(folder / "version.json", key.version)
         target = self._path(key, name, SUFFIX)
@@ -262,10 +263,12 @@ class DirectoryStore:
         self._check(folder)
         (folder / "version.json").unlink(missing_ok=True)
         # A directory that is not empty stays: somebody published there just now.
+        _remove_stale(folder)
         with contextlib.suppress(OSError):
             folder.rmdir()
         if not _digest_folders(folder.parent):
             (folder.parent / "environment.json").unlink(missing_ok=True)
+            _remove_stale(folder.parent)
             with contextlib.suppress(OSError):
                 folder.parent.rmdir()
 

@@ -233,7 +233,7 @@ def test_an_interrupted_command_leaves_no_server(toy: Path, tmp_path: Path, numb
         while "toy: setting up" not in process.stderr.readline():
             assert process.poll() is None
         below = descendants(process.pid)
-        assert len(below) == 2
+        assert len(below) == 3, "the server, its worker and what watches over both"
         process.send_signal(number)
         process.stderr.read()
     assert process.returncode == 128 + number

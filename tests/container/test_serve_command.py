@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from _server import descendants
+from _server import WORKER, descendants
 
 ROOT = Path(__file__).resolve().parents[2]
 # Ignored signals are inherited, and whoever runs the tests may ignore Ctrl-C; a terminal does not.
@@ -72,7 +72,7 @@ def test_the_example_that_it_shows_works_and_a_stop_leaves_nothing(toy: Path, tm
         with urllib.request.urlopen(urllib.request.Request(url, data=data.encode(), headers={name: value})) as response:
             assert json.load(response)["status"] == "succeeded"
         below = descendants(process.pid)
-        assert len(below) == 2
+        assert len(below) == 3, "the server, its worker and what watches over both"
         process.send_signal(number)
         assert "Stopped.\n" in read_until(process, "Stopped.")
     assert process.returncode == 130
@@ -87,6 +87,31 @@ def test_a_stop_during_setup_leaves_nothing(toy: Path) -> None:
         read_until(process, "Stopped.")
     assert process.returncode == 130
     assert_gone(below)
+
+
+def test_a_worker_that_was_killed_is_told(toy: Path, tmp_path: Path) -> None:
+    with serve(toy, free_port(), TOY_DIR=str(tmp_path)) as process:
+        read_until(process, "curl")
+        below = descendants(process.pid)
+        [worker] = [pid for pid in below if WORKER in Path(f"/proc/{pid}/cmdline").read_text()]
+        os.kill(worker, signal.SIGKILL)
+        assert read_until(process, "no prediction can be made")[-1].startswith("The server's worker died")
+    assert process.returncode == 1
+    assert_gone(below)
+
+
+@pytest.mark.parametrize("name", ["serve", "predict"])
+@pytest.mark.parametrize("value", ["-1", "0", "nan", "soon"])
+def test_a_timeout_that_is_none_is_refused(
+    toy: Path,
+    command: Callable[[str], types.ModuleType],
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    value: str,
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        command(name).main([f"--setup-timeout-s={value}"], toy)
+    assert f"--setup-timeout-s: '{value}' is no number of seconds above 0" in capsys.readouterr().err
 
 
 def test_errors_are_sentences(

@@ -1,16 +1,21 @@
 """The stand-in for a container: it starts the real server, tells failures with their log, and leaves no process."""
 
 import os
+import re
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import _watchdog
 import pytest
 from _server import Server, ServerError, descendants
 
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 DEADLINE_S = 60
 
 
@@ -112,6 +117,68 @@ def test_a_worker_in_a_prediction_is_gone_after_a_stop(toy: Path, environment: d
     assert gone(worker)
 
 
+def test_a_worker_whose_parent_was_killed_is_gone_after_a_stop(toy: Path, environment: dict[str, str]) -> None:
+    """Then it is nobody's descendant, and in setup() it does not notice."""
+    server = Server(toy, environment={**environment, "TOY_SETUP_S": "600"})
+    try:
+        worker = started(server)
+        os.kill(server.init_pid() or 0, signal.SIGKILL)
+        assert server.wait_ended(DEADLINE_S) == -signal.SIGKILL
+        assert server.family() == [worker]
+    finally:
+        server.stop()
+    assert gone(worker)
+    assert server.family() == []
+
+
+@pytest.mark.parametrize("namespace", [False, True], ids=["alone", "in a namespace"])
+@pytest.mark.parametrize("setup_s", ["600", "0"], ids=["in setup", "ready"])
+def test_a_killed_starter_leaves_nothing(toy: Path, tmp_path: Path, setup_s: str, namespace: bool) -> None:
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from pathlib import Path\n"
+        "from _server import Server\n"
+        f"server = Server(Path(sys.argv[2]), namespace={namespace})\n"
+        "server.start()\n"
+        f"print('pid', server._process.pid, flush=True)\n"
+        "server.wait_ready()\n"
+    )
+    command = [sys.executable, "-c", code, SCRIPTS, toy]
+    environment = {**os.environ, "TOY_DIR": str(tmp_path), "TOY_SETUP_S": setup_s}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as starter:
+        assert starter.stdout
+        session = int(starter.stdout.readline().split()[1])
+        deadline = time.monotonic() + DEADLINE_S
+        while len(family := _watchdog.members(session)) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        starter.kill()
+    assert len(family) >= 2
+    assert all(gone(pid) for pid in family)
+    assert _watchdog.members(session) == []
+
+
+def test_a_worker_that_outlives_its_parent_is_ended_without_a_stop(toy: Path, environment: dict[str, str]) -> None:
+    server = Server(toy, environment={**environment, "TOY_SETUP_S": "600"})
+    try:
+        worker = started(server)
+        os.kill(server.init_pid() or 0, signal.SIGKILL)
+        assert gone(worker)
+    finally:
+        server.stop()
+
+
+def test_another_session_of_the_same_number_is_left_alone(toy: Path, environment: dict[str, str]) -> None:
+    """Numbers come round again. Here the server has ended, and a stranger leads the session of its number."""
+    with Server(toy, environment=environment) as server:
+        pass
+    with subprocess.Popen(["sleep", "600"], start_new_session=True) as stranger:
+        server._process.pid = stranger.pid  # type: ignore[union-attr]
+        server.stop()
+        assert server.family() == []
+        assert stranger.poll() is None
+        stranger.kill()
+
+
 def test_a_failing_setup_is_told_with_its_log(toy: Path) -> None:
     server = Server(toy, environment={"TOY_ERROR": "no weights in here"})
     with pytest.raises(ServerError, match=r"setup\(\) failed: .*RuntimeError: no weights in here") as caught, server:
@@ -156,6 +223,19 @@ def test_a_port_in_use_is_told_before_anything_starts(toy: Path) -> None:
         server = Server(toy, port=port)
         with pytest.raises(ServerError, match=f"cannot listen on 127.0.0.1, port {port}: .*Choose another"), server:
             pass
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "said"),
+    [
+        ("", 0, "The address to listen on is empty. Name one: 127.0.0.1, or "),
+        ("127.0.0.1", 99999, "port 99999: bind(): port must be 0-65535. Choose another"),
+        ("a..b", 5000, "cannot listen on a..b, port 5000"),
+    ],
+)
+def test_an_address_that_cannot_be_is_told(toy: Path, host: str, port: int, said: str) -> None:
+    with pytest.raises(ServerError, match=re.escape(said)):
+        Server(toy, host=host, port=port or 5000).start()
 
 
 def test_in_a_namespace_the_worker_dies_with_the_server(toy: Path, environment: dict[str, str]) -> None:

@@ -279,6 +279,13 @@ def test_a_syntax_error_is_a_sentence(tmp_path: Path) -> None:
         schema(file, "Predictor")
 
 
+def test_a_nul_byte_is_told_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "predict.py"
+    file.write_bytes(b"import cog\nx = '\0'\n")
+    with pytest.raises(SchemaError, match=r"predict\.py:2: the file holds a NUL byte"):
+        schema(file, "Predictor")
+
+
 def test_the_document_has_the_end_points_and_only_references_that_exist(tmp_path: Path) -> None:
     document = schema(module(tmp_path, "    def run(self, x: str = Input(choices=NAMES)) -> str:"), "Predictor")
     assert document["openapi"] == "3.0.2"

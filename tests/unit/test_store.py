@@ -14,10 +14,11 @@ import pytest
 from artifacts import TREE, contents, fill, in_namespace, key, packed
 
 from warmstart import store as stores
-from warmstart.bundle import SUFFIX, Bundle, BundleError
+from warmstart.bundle import SUFFIX, TEMPORARY_PREFIX, Bundle, BundleError
 from warmstart.store import (
     COVERED,
     SIGNATURE,
+    STALE_S,
     BundleInfo,
     DirectoryStore,
     ObjectStore,
@@ -175,6 +176,29 @@ def test_what_is_removed_is_gone_and_may_be_removed_again(store: Store, made: Bu
     store.remove_facts(keys[1])
     assert store.keys() == []
     assert not everything(store)
+
+
+def test_what_killed_processes_left_half_written_goes_with_the_next_save_and_the_last_removal(
+    tmp_path: Path, made: Bundle
+) -> None:
+    store = DirectoryStore(tmp_path / "store")
+    store.publish(key(), made.path, made.name)
+    folder = tmp_path / "store" / key().environment_digest / key().version_digest
+
+    def leave_litter() -> list[Path]:
+        litter = [place / f"{TEMPORARY_PREFIX}x.tmp" for place in (folder, folder.parent)]
+        for path in litter:
+            path.write_text("half")
+            os.utime(path, (time.time() - STALE_S - 60,) * 2)
+        return litter
+
+    litter = leave_litter()
+    store.publish(key(), made.path, made.name)
+    assert not any(path.exists() for path in litter)
+    leave_litter()
+    store.remove(key(), made.name, SUFFIX)
+    store.remove_facts(key())
+    assert list((tmp_path / "store").iterdir()) == []
 
 
 def everything(store: Store) -> list[str]:
