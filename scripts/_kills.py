@@ -51,9 +51,9 @@ PLACES = ("fresh", "kept", "preset")
 TARGETS = ("stop", "worker", "server", "container")
 # Told by the trace of the boot, but for "any": a time drawn from the life of a boot, and "save": a file half in the
 # store. Each is followed by a random wait of up to so many seconds.
-MOMENTS = {"any": 0.5, "restore": 0.05, "compile": 4.0, "persist": 0.1, "save": 0.0, "verify": 0.2, "prediction": 0.5}
+MOMENTS = {"any": 0.5, "restore": 0.05, "compile": 4.0, "saving": 0.1, "save": 0.0, "verify": 0.2, "prediction": 0.5}
 # How often each is drawn: what is unsaved is lost in a compile or a save.
-WEIGHTS = {"any": 6, "restore": 1, "compile": 4, "persist": 2, "save": 3, "verify": 1, "prediction": 1}
+WEIGHTS = {"any": 6, "restore": 1, "compile": 4, "saving": 2, "save": 3, "verify": 1, "prediction": 1}
 
 
 class Violation(Exception):  # noqa: N818 - it is a finding, and not this program's error
@@ -192,12 +192,12 @@ def phase_of(lines: list[str]) -> str:
             running.append(line[1:])
         elif line[1:] in running:
             running.remove(line[1:])
-    phases = [name for name in running if name not in ("setup", "restoring")]
+    phases = [name for name in running if name not in ("setup", "restoring", "saving")]
     if not running:
         return "start"
     inner = phases[-1] if phases else running[-1]
     if inner == "warm-up":
-        return f"compile {lines.count('+persist') + 1}"
+        return "saving" if "saving" in running else f"compile {lines.count('+saving') + 1}"
     return "restore" if "restoring" in running and inner != "key" else inner
 
 
@@ -304,8 +304,8 @@ class Campaign:
         nth = chance.randint(1, SIZES)
         passed: Callable[[list[str]], bool] = {
             "restore": lambda lines: "+restoring" in lines,
-            "compile": lambda lines: lines.count("+persist") >= nth - 1 and "+warm-up" in lines,
-            "persist": lambda lines: lines.count("+persist") >= nth,
+            "compile": lambda lines: lines.count("+saving") >= nth - 1 and "+warm-up" in lines,
+            "saving": lambda lines: lines.count("+saving") >= nth or "+verify" in lines,
             "save": lambda lines: "+verify" in lines or bool(set(self.audit.litter()) - before),
             "verify": lambda lines: "+verify" in lines,
             "prediction": lambda lines: "+ready" in lines,
