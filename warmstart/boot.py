@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from warmstart import bundle, identity, inductor
 from warmstart.bundle import Limits
 from warmstart.cache import Cache, Persisted, PersistOutcome, Restored, RestoreOutcome, explain
+from warmstart.live import LiveDirectory, prepare, set_aside
 from warmstart.models import ModelError
 from warmstart.report import Evidence, Outcome, Report, Stopwatch, decide
 from warmstart.served import Served
@@ -123,7 +124,7 @@ class _Boot:
         self.warmed: list[Warmed] = []
         self.stores: list[Store] = []
         self.cache: Cache | None = None
-        self.live: inductor.LiveDirectory | None = None
+        self.live: LiveDirectory | None = None
         with self.clock.phase("key"):
             self.device = identity.device(settings)
             self.key = identity.current_key(plan, sources=sources, settings=settings)
@@ -160,17 +161,17 @@ class _Boot:
             self.cache = self._new_cache(self.live)
             return _Restoring(self.cache, self.stores, self.key, self.settings.restore_deadline_s)
 
-    def _new_cache(self, live: inductor.LiveDirectory) -> Cache:
+    def _new_cache(self, live: LiveDirectory) -> Cache:
         target = self.stores[-1] if self.stores and self.publish else None
         limits = Limits(max_raw_bytes=self.settings.max_bundle_bytes)
         return Cache(self.stores, target, self.key, live.path, limits)
 
-    def _prepare_live(self) -> inductor.LiveDirectory | None:
+    def _prepare_live(self) -> LiveDirectory | None:
         preset = self.settings.live_dir or self.settings.torch_cache_dir
         name = f"{self.key.environment_digest[:16]}-{self.key.version_digest[:16]}"
         for place in dict.fromkeys((preset, "")):
             try:
-                return inductor.prepare(place, name)
+                return prepare(place, name)
             except OSError as error:
                 where = place or "a directory of our own under the temporary directory"
                 self.warnings.append(f"compiled code cannot be kept in {where}: {error.strerror}")
@@ -254,7 +255,7 @@ class _Boot:
         )
         self._regions.compile_in_place(self.regions, options)
 
-    def _attempt(self, served: Served, live: inductor.LiveDirectory) -> str:
+    def _attempt(self, served: Served, live: LiveDirectory) -> str:
         """Warms, checks and verifies; returns what went wrong in words, or an empty string."""
         self._remove_incomplete(live)
         # Restored by us, or by a platform into a directory of its own.
@@ -271,7 +272,7 @@ class _Boot:
             self.kernels_built = len(inductor.kernels(live.path) - had)
         return self._failed_check()
 
-    def _remove_incomplete(self, live: inductor.LiveDirectory) -> None:
+    def _remove_incomplete(self, live: LiveDirectory) -> None:
         try:
             removed = bundle.remove_incomplete(live.path)
         except OSError as error:
@@ -283,8 +284,9 @@ class _Boot:
                 f" {removed[0]} for one; they are built anew"
             )
 
-    def _attempt_cold(self, served: Served, live: inductor.LiveDirectory) -> str:
-        self.live = inductor.set_aside(live, self.key.version_digest[:16])
+    def _attempt_cold(self, served: Served, live: LiveDirectory) -> str:
+        self.live = set_aside(live, self.key.version_digest[:16])
+        inductor.forget()
         # A version's own broken bundles stay where they are, and what is added to them would not be used. What broke
         # was not its own if it came from a sibling, or lay in a directory that was set from outside.
         own = self.restored.bundles and not self.restored.inherited
