@@ -18,7 +18,7 @@ from warmstart.bundle import Limits
 from warmstart.cache import Cache, Persisted, PersistOutcome, Restored, RestoreOutcome, explain
 from warmstart.live import LiveDirectory, prepare, set_aside
 from warmstart.models import ModelError
-from warmstart.report import Evidence, Outcome, Report, Stopwatch, decide
+from warmstart.report import Evidence, Outcome, Report, Stopwatch, decide, say
 from warmstart.served import Served
 from warmstart.settings import Settings, SettingsError
 from warmstart.store import Store, open_store
@@ -64,7 +64,7 @@ def boot(
         CompileRequiredError: it cannot be compiled and WARMSTART_COMPILE is `required`.
     """
     served = _Boot(plan, sources, settings or Settings.from_environment(), publish).run()
-    print("\n".join(served.report.lines()), flush=True)
+    say("\n".join(served.report.lines()))
     time.sleep(_LOG_S)
     return served
 
@@ -82,7 +82,10 @@ class _Restoring:
         self._result: Restored | None = None
         self._why = ""
         self._thread = threading.Thread(target=self._work, name="warmstart-restore", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # the container's limit of threads
+            self._work()
 
     def _work(self) -> None:
         self._result = self.cache.restore(self.deadline_s)
@@ -94,7 +97,8 @@ class _Restoring:
                 self._why = f"{self._result.reason} ({error})"
 
     def wait(self) -> Restored:
-        self._thread.join(min(self.deadline_s + _ANSWER_S, threading.TIMEOUT_MAX))
+        if self._thread.ident is not None:
+            self._thread.join(min(self.deadline_s + _ANSWER_S, threading.TIMEOUT_MAX))
         if self._result is None:
             reason = f"nothing was restored: no store had answered {_ANSWER_S:g} s after the deadline"
             return Restored(RestoreOutcome.FAILED, reason, seconds=self.deadline_s + _ANSWER_S)
@@ -125,6 +129,7 @@ class _Boot:
         self.stores: list[Store] = []
         self.cache: Cache | None = None
         self.live: LiveDirectory | None = None
+        self.nowhere = ""
         with self.clock.phase("key"):
             self.device = identity.device(settings)
             self.key = identity.current_key(plan, sources=sources, settings=settings)
@@ -167,15 +172,12 @@ class _Boot:
         return Cache(self.stores, target, self.key, live.path, limits)
 
     def _prepare_live(self) -> LiveDirectory | None:
-        preset = self.settings.live_dir or self.settings.torch_cache_dir
         name = f"{self.key.environment_digest[:16]}-{self.key.version_digest[:16]}"
-        for place in dict.fromkeys((preset, "")):
-            try:
-                return prepare(place, name)
-            except OSError as error:
-                where = place or "a directory of our own under the temporary directory"
-                self.warnings.append(f"compiled code cannot be kept in {where}: {error.strerror}")
-        return None
+        live, refused = prepare(self.settings.live_dir or self.settings.torch_cache_dir, name)
+        self.nowhere = f"there is no place for compiled code: not {', not '.join(refused)}"
+        if live is not None and refused:
+            self.warnings.append(f"compiled code cannot be kept in {', nor in '.join(refused)}; it is in {live.path}")
+        return live
 
     def _stores(self) -> list[Store]:
         """The image's own store first, then the configured one; the last is written to."""
@@ -219,7 +221,7 @@ class _Boot:
         if self.settings.compile == "off":
             return self._eager(served, "WARMSTART_COMPILE is off")
         if self.live is None:
-            return self._eager(served, "there is no writable directory for compiled code")
+            return self._eager(served, self.nowhere)
         try:
             with self.clock.phase("regions"):
                 self._compile(model)
@@ -254,6 +256,7 @@ class _Boot:
             recompile_limit=max(16, 4 * len(self.plan)),
         )
         self._regions.compile_in_place(self.regions, options)
+        inductor.tolerate_headers()
 
     def _attempt(self, served: Served, live: LiveDirectory) -> str:
         """Warms, checks and verifies; returns what went wrong in words, or an empty string."""
@@ -285,7 +288,10 @@ class _Boot:
             )
 
     def _attempt_cold(self, served: Served, live: LiveDirectory) -> str:
-        self.live = set_aside(live, self.key.version_digest[:16])
+        aside, refused = set_aside(live, self.key.version_digest[:16])
+        if aside is None:
+            return f"and there is no other place for compiled code: not {', not '.join(refused)}"
+        self.live = aside
         inductor.forget()
         # A version's own broken bundles stay where they are, and what is added to them would not be used. What broke
         # was not its own if it came from a sibling, or lay in a directory that was set from outside.

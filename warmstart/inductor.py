@@ -7,10 +7,13 @@ environment before torch is imported.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,28 @@ def compiling(*, allowed: bool) -> Iterator[None]:
         yield
 
 
+def tolerate_headers() -> None:
+    """Lets a header that cannot be precompiled cost time, not the compile.
+
+    Torch 2.13 precompiles C++ headers, 150 MB of them, below the temporary directory, in a warm boot too, and lets
+    every error there fail the graph: no room (Docker's --tmpfs has 64 MiB), a space in TMPDIR, no openssl. To be taken
+    out when torch goes on without.
+    """
+    from torch._inductor import codecache
+
+    precompile = codecache._precompile_header
+
+    @functools.cache
+    def tolerant(*arguments: Any, **options: Any) -> str:
+        try:
+            return precompile(*arguments, **options)
+        # The boundary: compiler and disk may raise anything. The kernel's own compile tells what matters.
+        except Exception:  # noqa: BLE001
+            return ""  # torch then compiles with the header itself
+
+    codecache._precompile_header = tolerant
+
+
 def compile_events() -> list[dict[str, object]]:
     """Torch's record of each compile so far: where, how long in each stage (seconds), and why again."""
     from torch._dynamo.utils import get_compilation_metrics
@@ -128,6 +153,9 @@ def compile_events() -> list[dict[str, object]]:
 
 def shut_down_workers() -> None:
     """Ends Inductor's pool of compile processes, each of which would keep a copy of torch in memory for ever."""
+    # Where nothing was compiled there is none, and importing it fails where there is no temporary directory.
+    if "torch._inductor.async_compile" not in sys.modules:
+        return
     from torch._inductor.async_compile import shutdown_compile_workers
 
     shutdown_compile_workers()

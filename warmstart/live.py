@@ -1,14 +1,25 @@
-"""Where compiled code lives while the process runs: a directory that is ours; not what is in it, and no torch."""
+"""Where compiled code lives while the process runs: a directory that can hold it; not what is in it, and no torch."""
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import errno
 import fcntl
+import mmap
 import os
+import re
 import shutil
+import stat
 import tempfile
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
+# A place with less room than this would fill up in the first compile: the default model's code takes 3 MB.
+_ROOM_BYTES = 4 << 20
+# As long as the longest path that torch makes below the live directory, so that a place too deep is seen at once.
+_LONGEST = 180
 
 
 @dataclass(frozen=True)
@@ -22,7 +33,7 @@ class LiveDirectory:
     """Descriptor of the shared lock that tells neighbours the directory is in use; None where it is not ours."""
 
 
-def prepare(preset: str, name: str) -> LiveDirectory:
+def prepare(preset: str, name: str) -> tuple[LiveDirectory | None, list[str]]:
     """Chooses the live directory and puts it into the environment; to be called before torch is imported.
 
     Args:
@@ -30,24 +41,102 @@ def prepare(preset: str, name: str) -> LiveDirectory:
             the platform restored. Empty for one of our own.
         name: names our own directory; equal for equal keys, so that processes of one image share it.
 
-    Raises:
-        OSError: no directory can be made.
+    Returns:
+        The first place that can hold code, None if there is none, and of each place before it why it cannot.
     """
-    live = LiveDirectory(Path(preset).absolute(), "set from outside") if preset else _own(name)
-    live.path.mkdir(parents=True, exist_ok=True, mode=0o700)
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(live.path)
-    # Triton then writes into a directory inside the live one, where it is saved along.
-    os.environ.pop("TRITON_CACHE_DIR", None)
-    return live
+    bases = _bases()
+    places: list[tuple[str, Callable[[], LiveDirectory]]] = [(preset, lambda: _preset(preset))] if preset else []
+    places += [(str(base), lambda base=base: _own(base, name)) for base in bases]  # type: ignore[misc]
+    live, refused = _first(places)
+    # A dot directory in the live one is passed over by everything that saves.
+    _ensure_temporary([*bases, *([live.path / ".temporary"] if live else [])])
+    if live is not None:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(live.path)
+        # Triton then writes into a directory inside the live one, where it is saved along.
+        os.environ.pop("TRITON_CACHE_DIR", None)
+    return live, refused
 
 
-def _own(name: str) -> LiveDirectory:
+def set_aside(live: LiveDirectory, name: str) -> tuple[LiveDirectory | None, list[str]]:
+    """Leaves a live directory in which the compile breaks for a new, empty one; returns the same as `prepare`."""
+
+    def new(base: Path) -> LiveDirectory:
+        path = _temporary(base, f"warmstart-{name}-retry-")
+        _probe(path)
+        return LiveDirectory(path, f"in place of {live.path}, where the compile broke")
+
+    fresh, refused = _first([(str(base), lambda base=base: new(base)) for base in _bases()])  # type: ignore[misc]
+    if fresh is not None:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(fresh.path)
+    return fresh, refused
+
+
+def _first(places: Iterable[tuple[str, Callable[[], LiveDirectory]]]) -> tuple[LiveDirectory | None, list[str]]:
+    refused: list[str] = []
+    for place, make in places:
+        try:
+            return make(), refused
+        except OSError as error:
+            refused.append(f"{_short(place)} ({error.strerror or error})")
+    return None, refused
+
+
+def _bases() -> list[Path]:
+    """Directories in which one of our own is tried, in order.
+
+    First the temporary one, in which nobody expects anything to last. A hardened container often has a `noexec` tmpfs
+    there (Docker's --tmpfs makes one), and then /var/tmp or the user's cache directory, on another mount. Then
+    /dev/shm, which is memory, and writable where the root is read-only. Never the working directory, which is the
+    project.
+    """
+    found: list[Path] = []
+    # Raised where neither TMPDIR nor /tmp, /var/tmp or the working directory can be written.
+    with contextlib.suppress(FileNotFoundError):
+        found.append(Path(tempfile.gettempdir()).absolute())
+    found += [Path("/tmp"), Path("/var/tmp")]  # noqa: S108  what is made there is the owner's alone
+    # Raised for a user without a passwd entry and without HOME.
+    with contextlib.suppress(RuntimeError):
+        found.append(Path.home().absolute() / ".cache")
+    return list(dict.fromkeys([*found, Path("/dev/shm")]))  # noqa: S108  as above
+
+
+def _ensure_temporary(folders: Iterable[Path]) -> None:
+    """Gives a process without a temporary directory one: torch, g++ and predictions write there."""
+    with contextlib.suppress(FileNotFoundError):
+        tempfile.gettempdir()
+        return
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            folder.mkdir(mode=0o700, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder) as file:
+                file.write(b"0")
+            tempfile.tempdir = os.environ["TMPDIR"] = str(folder)
+            return
+
+
+def _preset(preset: str) -> LiveDirectory:
+    path = Path(preset).absolute()
+    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    _probe(path)
+    for folder, _, _ in os.walk(path):
+        # Torch would fail in there in the middle of a compile, or keep nothing and not say so.
+        if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+            owner = Path(folder).stat().st_uid
+            raise OSError(
+                errno.EACCES, f"its {Path(folder).relative_to(path)} belongs to user {owner}, not to this one"
+            )
+    return LiveDirectory(path, "set from outside")
+
+
+def _own(base: Path, name: str) -> LiveDirectory:
     """A directory at a fixed place, empty for a process alone in it and shared with processes beside it."""
-    root = Path(tempfile.gettempdir()) / f"warmstart-{os.getuid()}"
-    root.mkdir(mode=0o700, exist_ok=True)
-    if root.is_symlink() or root.stat().st_uid != os.getuid():
+    root = base / f"warmstart-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        root.mkdir(mode=0o700, parents=True)
+    if not _is_ours(root):
         # Somebody else made it first: code in there would be theirs, and loading it would run it.
-        root = Path(tempfile.mkdtemp(prefix=f"warmstart-{os.getuid()}-"))
+        root = _temporary(base, f"warmstart-{os.getuid()}-")
+    _probe(root)
     path = root / name
     lock = os.open(root / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -63,9 +152,38 @@ def _own(name: str) -> LiveDirectory:
     return LiveDirectory(path, "of our own, begun empty", lock)
 
 
-def set_aside(live: LiveDirectory, name: str) -> LiveDirectory:
-    """Leaves a live directory whose files break the compile, and goes on in a new, empty one."""
-    path = Path(tempfile.mkdtemp(prefix=f"warmstart-{name}-retry-"))
+def _is_ours(root: Path) -> bool:
+    got = root.lstat()
+    return stat.S_ISDIR(got.st_mode) and got.st_uid == os.getuid() and not got.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _temporary(base: Path, prefix: str) -> Path:
+    """A new directory that is gone when the process ends."""
+    base.mkdir(parents=True, exist_ok=True)
+    path = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
     atexit.register(shutil.rmtree, path, ignore_errors=True)
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(path)
-    return LiveDirectory(path, f"in place of {live.path}, whose files broke the compile")
+    return path
+
+
+def _probe(folder: Path) -> None:
+    """Raises OSError unless code can be written there and loaded from there.
+
+    Loading a library maps its segments with PROT_EXEC. The kernel refuses that by the mount (noexec: EPERM) or by a
+    security module's rule for the file (EACCES), and looks at nothing in the file; so any file stands for a library.
+    """
+    # Torch 2.13 puts paths into the compiler's command line as they are, and splits that as a shell would.
+    if re.search(r"[\s'\"\\]", str(folder)):
+        raise OSError(errno.EINVAL, "torch cannot name it to the compiler: there is a space or a quote in the path")
+    descriptor, name = tempfile.mkstemp(prefix=".warmstart-probe-".ljust(_LONGEST, "-"), dir=folder)
+    try:
+        os.posix_fallocate(descriptor, 0, _ROOM_BYTES)
+        mmap.mmap(descriptor, mmap.PAGESIZE, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_EXEC).close()
+    except PermissionError as error:
+        raise OSError(error.errno, "code cannot be loaded from there: is it mounted noexec?") from error
+    finally:
+        os.close(descriptor)
+        Path(name).unlink()
+
+
+def _short(place: str) -> str:
+    return place if len(place) <= 100 else f"{place[:50]}...{place[-40:]}"

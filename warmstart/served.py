@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import threading
 import time
 from typing import TYPE_CHECKING
 
 from warmstart import inductor
 from warmstart.models import Request, Result
+from warmstart.report import say
 
 if TYPE_CHECKING:
     from warmstart.cache import Cache
@@ -90,12 +92,14 @@ class Served:
         already = self._unsaved.is_set()
         self._unsaved.set()
         if self._cache is not None and not already:
-            threading.Thread(target=self._save, name="warmstart-save", daemon=True).start()
+            # The container may have no thread left; then it is saved at exit.
+            with contextlib.suppress(RuntimeError):
+                threading.Thread(target=self._save, name="warmstart-save", daemon=True).start()
 
     def _save(self) -> None:
         if self._cache is not None:
             self._unsaved.clear()
-            print(f"warmstart: a request compiled; {self._cache.persist(self._persist_deadline_s).reason}", flush=True)
+            say(f"warmstart: a request compiled; {self._cache.persist(self._persist_deadline_s).reason}")
 
     def _save_at_exit(self) -> None:
         if self._cache is not None and self._unsaved.is_set():
