@@ -1,4 +1,4 @@
-"""Surroundings that a container may have: every boot in them is ready, draws the right picture and says what happened."""
+"""Surroundings that a container may have: each boot in them ends ready, draws the right picture and says why."""
 
 import os
 import shutil
@@ -62,6 +62,10 @@ def tell(boot, store, right):
 
     def run(*, into=store, **options) -> tuple[str, str, Booted]:
         booted = boots(boot, into, **options)
+        if live := booted.report["facts"]["live_dir"]:
+            # Some are in the machine's own /tmp.
+            shutil.rmtree(live, ignore_errors=True)
+            Path(f"{live}.lock").unlink(missing_ok=True)
         outcome = booted.report["outcome"]
         assert booted.pictures == right[outcome == "eager"]
         assert "Traceback" not in booted.log
@@ -74,10 +78,13 @@ def tell(boot, store, right):
 
 
 def test_a_temporary_directory_mounted_noexec_is_passed_over(tell):
-    outcome, words, booted = tell(wrap=room(TMPFS.format(at="$TMPDIR", options="noexec")))
+    refused = [TMPFS.format(at=at, options="noexec") for at in ("/var/tmp", "$TMPDIR")]
+    lines = ["mount --bind /tmp /tmp", "mount -o remount,bind,ro /tmp", *refused, 'mkdir "$TMPDIR/home"']
+    lines += [TMPFS.format(at="$TMPDIR/home", options="exec"), 'export HOME="$TMPDIR/home"']
+    outcome, words, booted = tell(wrap=room(*lines))
     assert outcome == "warm"
-    assert "code cannot be loaded from there: is it mounted noexec?" in words
-    assert booted.report["facts"]["live_dir"].startswith("/tmp/")
+    assert words.count("code cannot be loaded from there: is it mounted noexec?") == 2
+    assert "/home/.cache/warmstart-0/" in booted.report["facts"]["live_dir"]
 
 
 def test_where_code_can_be_loaded_from_nowhere_the_boot_is_eager_and_names_each_place(tell):
@@ -175,12 +182,15 @@ def test_a_small_temporary_directory_never_makes_the_boot_fail_nor_the_store_bad
 def test_a_full_store_and_a_full_disk_for_the_report_are_warnings(tell, tmp_path):
     full = tmp_path / "full"
     full.mkdir()
-    lines = [f"mount -t tmpfs -o size=16k,mode=700 tmpfs {full}", f"head -c 4k /dev/zero >{full}/report"]
-    environment = {"WARMSTART_REPORT_PATH": f"{full}/report"}
-    outcome, words, _ = tell(wrap=room(*lines), into=full / "store", environment=environment)
+    left = "import os, pathlib\nanswer = sorted(path.name for path in pathlib.Path(os.environ['FULL']).rglob('*.*'))"
+    environment = {"WARMSTART_REPORT_PATH": "/dev/full", "FULL": str(full)}
+    wrap = room(f"mount -t tmpfs -o size=32k,mode=700 tmpfs {full}")
+    outcome, words, booted = tell(wrap=wrap, into=full / "store", environment=environment, after=left)
     assert outcome == "cold"
     assert "nothing was published to" in words
-    assert "No space left on device" in words
+    assert "the report cannot be written to WARMSTART_REPORT_PATH: [Errno 28]" in words
+    # Facts at most: no part of a bundle, under its own or a temporary name.
+    assert set(booted.after) <= {"environment.json", "version.json"}
 
 
 # --- few of everything ---
