@@ -7,6 +7,7 @@ store, a compiler or a compile that fails makes a boot slower, never wrong and n
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 import time
 from dataclasses import asdict, dataclass
@@ -168,7 +169,10 @@ class _Boot:
 
     def _new_cache(self, live: LiveDirectory) -> Cache:
         target = self.stores[-1] if self.stores and self.publish else None
-        limits = Limits(max_raw_bytes=self.settings.max_bundle_bytes)
+        # In a small tmpfs (Docker's --tmpfs has 64 MiB) the usual reserve would keep out every restore, and compiling
+        # anew takes more room than that.
+        reserve_bytes = min(Limits.reserve_bytes, shutil.disk_usage(live.path).total // 8)
+        limits = Limits(max_raw_bytes=self.settings.max_bundle_bytes, reserve_bytes=reserve_bytes)
         return Cache(self.stores, target, self.key, live.path, limits)
 
     def _prepare_live(self) -> LiveDirectory | None:
