@@ -6,6 +6,7 @@ store, a compiler or a compile that fails makes a boot slower, never wrong and n
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import threading
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from warmstart import bundle, identity, inductor
 from warmstart.bundle import Limits
 from warmstart.cache import Cache, Persisted, PersistOutcome, Restored, RestoreOutcome, explain
-from warmstart.live import LiveDirectory, prepare, set_aside
+from warmstart.live import LiveDirectory, prepare, set_aside, stand_in
 from warmstart.models import ModelError
 from warmstart.report import Evidence, Outcome, Report, Stopwatch, decide, say
 from warmstart.served import Served
@@ -136,7 +137,7 @@ class _Boot:
             self.key = identity.current_key(plan, sources=sources, settings=settings)
 
     def run(self) -> Served:
-        restoring = self._start_restore() if self.settings.compile != "off" else None
+        restoring = self._start_restore()
         with self.clock.phase("imports"):
             self._import()
         with self.clock.phase("weights"):
@@ -160,6 +161,9 @@ class _Boot:
 
     def _start_restore(self) -> _Restoring | None:
         with self.clock.phase("key"):
+            if self.settings.compile == "off":
+                stand_in(self.settings.live_dir or self.settings.torch_cache_dir)
+                return None
             self.live = self._prepare_live()
             if self.live is None:
                 return None
@@ -169,9 +173,11 @@ class _Boot:
 
     def _new_cache(self, live: LiveDirectory) -> Cache:
         target = self.stores[-1] if self.stores and self.publish else None
+        reserve_bytes = Limits.reserve_bytes
         # In a small tmpfs (Docker's --tmpfs has 64 MiB) the usual reserve would keep out every restore, and compiling
-        # anew takes more room than that.
-        reserve_bytes = min(Limits.reserve_bytes, shutil.disk_usage(live.path).total // 8)
+        # anew takes more room than that. A neighbour may just be emptying a directory that is shared.
+        with contextlib.suppress(OSError):
+            reserve_bytes = min(reserve_bytes, shutil.disk_usage(live.path).total // 8)
         limits = Limits(max_raw_bytes=self.settings.max_bundle_bytes, reserve_bytes=reserve_bytes)
         return Cache(self.stores, target, self.key, live.path, limits)
 

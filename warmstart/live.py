@@ -54,7 +54,24 @@ def prepare(preset: str, name: str) -> tuple[LiveDirectory | None, list[str]]:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(live.path)
         # Triton then writes into a directory inside the live one, where it is saved along.
         os.environ.pop("TRITON_CACHE_DIR", None)
+    else:
+        stand_in(preset)
     return live, refused
+
+
+def stand_in(preset: str) -> None:
+    """Lets torch be imported by a process that compiles nothing, where it could not even make a directory.
+
+    Torch 2.13 makes its cache directory, in the temporary one if none is set, while Dynamo is imported, which diffusers
+    does; where that fails the import does. To be taken out when torch makes it at the first use.
+    """
+    temporary = _ensure_temporary(_bases())
+    with contextlib.suppress(OSError):
+        if preset:
+            Path(preset).mkdir(parents=True, exist_ok=True, mode=0o700)
+        if preset or temporary:
+            return
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = "/"  # it is there, and nothing will be written
 
 
 def set_aside(live: LiveDirectory, name: str) -> tuple[LiveDirectory | None, list[str]]:
@@ -100,18 +117,22 @@ def _bases() -> list[Path]:
     return list(dict.fromkeys([*found, Path("/dev/shm")]))  # noqa: S108  as above
 
 
-def _ensure_temporary(folders: Iterable[Path]) -> None:
-    """Gives a process without a temporary directory one: torch, g++ and predictions write there."""
+def _ensure_temporary(folders: Iterable[Path]) -> bool:
+    """Gives a process without a temporary directory one, and says whether it can be written.
+
+    Torch, g++ and predictions write there, and torch asks for its name while it is imported.
+    """
     with contextlib.suppress(FileNotFoundError):
-        tempfile.gettempdir()
-        return
+        return os.access(tempfile.gettempdir(), os.W_OK)
     for folder in folders:
         with contextlib.suppress(OSError):
             folder.mkdir(mode=0o700, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder) as file:
                 file.write(b"0")
             tempfile.tempdir = os.environ["TMPDIR"] = str(folder)
-            return
+            return True
+    tempfile.tempdir = "/tmp"  # noqa: S108  a name only: who writes there learns that it cannot be
+    return False
 
 
 def _preset(preset: str) -> LiveDirectory:
@@ -143,6 +164,7 @@ def _own(base: Path, name: str) -> LiveDirectory:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         fcntl.flock(lock, fcntl.LOCK_SH)
+        path.mkdir(mode=0o700, exist_ok=True)
         return LiveDirectory(path, "shared with processes beside this one", lock)
     # Alone. What a killed process left may be half written, and whole files come back from the store anyway.
     shutil.rmtree(path, ignore_errors=True)

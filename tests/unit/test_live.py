@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from warmstart import live
-from warmstart.live import LiveDirectory, prepare, set_aside
+from warmstart.live import LiveDirectory, prepare, set_aside, stand_in
 
 
 @pytest.fixture(autouse=True)
@@ -128,17 +128,36 @@ def test_setting_aside_takes_the_next_place_that_can_hold_code(bases: list[Path]
     assert len(refused) == 1
 
 
-def test_without_a_temporary_directory_one_is_made_in_the_set_place(
-    bases: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def nothing(bases: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """No temporary directory, and no base that can be written."""
+
     def none() -> str:
-        raise FileNotFoundError(2, "No usable temporary directory found")
+        if tempfile.tempdir is None:
+            raise FileNotFoundError(2, "No usable temporary directory found")
+        return str(tempfile.tempdir)
 
     for base in bases:
         base.rmdir()
         base.write_text("")
-    monkeypatch.setattr(live.tempfile, "gettempdir", none)
+    monkeypatch.setattr(tempfile, "gettempdir", none)
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setenv("TMPDIR", "/nowhere")
+
+
+@pytest.mark.usefixtures("nothing")
+def test_without_a_temporary_directory_one_is_made_in_the_set_place(tmp_path: Path) -> None:
     found, _ = chosen(str(tmp_path / "set"))
     assert os.environ["TMPDIR"] == tempfile.tempdir == str(found.path / ".temporary")
+
+
+@pytest.mark.usefixtures("nothing")
+@pytest.mark.parametrize("preset", ["", "first/below"])
+def test_where_nothing_can_be_written_torch_gets_names_that_are_there(tmp_path: Path, preset: str) -> None:
+    stand_in(preset and str(tmp_path / preset))
+    assert (os.environ["TORCHINDUCTOR_CACHE_DIR"], tempfile.gettempdir()) == ("/", "/tmp")
+
+
+def test_what_compiles_nothing_leaves_a_set_place_alone(tmp_path: Path) -> None:
+    stand_in(str(tmp_path / "set"))
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == ""
