@@ -204,14 +204,14 @@ def test_one_core_and_no_shared_memory_compile(tell, tmp_path):
     assert (outcome, words.count("\n")) == ("cold", 0)
 
 
-@pytest.mark.parametrize(("limit", "outcomes"), [("-n 64; ulimit -c 0", ["warm"]), ("-u 1", ["warm", "eager"])])
+@pytest.mark.parametrize(("limit", "outcomes"), [("--nofile=64 --core=0", ["warm"]), ("--nproc=1", ["warm", "eager"])])
 def test_limits_on_files_and_processes_leave_the_boot_right(tell, limit, outcomes):
-    outcome, words, _ = tell(wrap=limited(f"ulimit {limit}"))
+    outcome, words, _ = tell(wrap=[*limited(), "prlimit", *limit.split()])
     assert outcome in outcomes, words
 
 
 def test_too_few_processes_for_a_compile_is_an_eager_boot_with_a_reason(tell, tmp_path):
-    outcome, words, _ = tell(wrap=limited("ulimit -u 1"), into=tmp_path / "nothing")
+    outcome, words, _ = tell(wrap=[*limited(), "prlimit", "--nproc=1"], into=tmp_path / "nothing")
     assert outcome == "eager"
     assert "the compile failed" in words
 
