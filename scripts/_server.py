@@ -58,6 +58,7 @@ class Server:
         port: 0 for any free one.
         namespace: run as a container does, in its own PID namespace under tini, where the worker dies with the
             server. Needs unshare (and the right to use it) and tini.
+        wrap: a command that the server's own is appended to, which prepares its surroundings.
         arguments: more for the server's command line.
         on_line: called for each line that setup() and predictions print, from another thread.
         on_wait: called again and again while setup() runs, with the seconds so far.
@@ -72,6 +73,7 @@ class Server:
         host: str = "127.0.0.1",
         port: int = 0,
         namespace: bool = False,
+        wrap: tuple[str, ...] = (),
         arguments: tuple[str, ...] = (),
         setup_timeout_s: float = 1800,
         stop_timeout_s: float = 20,
@@ -85,7 +87,7 @@ class Server:
         self.setup_timeout_s = setup_timeout_s
         self.stop_timeout_s = stop_timeout_s
         self._environment = environment or {}
-        self._command = [*(_container() if namespace else ()), sys.executable, "-m", "cog.server.http"]
+        self._command = [*(_container() if namespace else ()), *wrap, sys.executable, "-m", "cog.server.http"]
         self._command += ["--host", host, *arguments]
         self._on_line = on_line
         self._on_wait = on_wait

@@ -56,16 +56,14 @@ class Boot:
     temporary: Path
     python: str = sys.executable
 
-    def __call__(self, store: Path | str, *, project: Path = ROOT, as_user: int | None = None, **options) -> Booted:
+    def __call__(self, store: Path | str, **options) -> Booted:
         """Boots with WARMSTART_CACHE_URL = store.
 
         Args:
             store: where bundles are.
-            project: the clone to run.
-            as_user: numeric user to run as, in place of this one.
-            options: `environment`, and what the driver understands (draw, threads, before, after, folder).
+            options: those of `start`.
         """
-        done = self.start(store, project=project, as_user=as_user, **options)
+        done = self.start(store, **options)
         assert done.returncode == 0, f"the boot failed:\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
         answer = json.loads(done.stdout.splitlines()[-1])
         return Booted(
@@ -73,15 +71,25 @@ class Boot:
         )
 
     def start(
-        self, store: Path | str, *, project: Path = ROOT, as_user: int | None = None, environment=None, **order
+        self, store: Path | str, *, project: Path = ROOT, as_user: int | None = None, environment=None, wrap=(), **order
     ) -> subprocess.CompletedProcess:
-        """As a call, but also for a boot that fails."""
+        """As a call, but also for a boot that fails.
+
+        Args:
+            store: where bundles are.
+            project: the clone to run.
+            as_user: numeric user to run as, in place of this one.
+            environment: variables on top; None as a value removes one.
+            wrap: a command that the boot's own is appended to, which prepares its surroundings.
+            order: what the driver understands (draw, threads, before, after, folder).
+        """
         place = Path(tempfile.mkdtemp(prefix="tmp-", dir=self.temporary))
         place.chmod(0o777)
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("WARMSTART_", "TORCH"))}
         clean |= {"WARMSTART_CACHE_URL": str(store), "TMPDIR": str(place), "HOME": str(place)}
         clean |= {"PYTHONDONTWRITEBYTECODE": "1", **(environment or {})}
-        command = [self.python, str(DRIVER), json.dumps(order)]
+        clean = {name: value for name, value in clean.items() if value is not None}
+        command = [*wrap, self.python, str(DRIVER), json.dumps(order)]
         if as_user is not None:
             # A user namespace: the process sees itself as that user, who has no passwd entry, and may still read the
             # interpreter's own files, wherever those are installed.

@@ -6,7 +6,9 @@ store, a compiler or a compile that fails makes a boot slower, never wrong and n
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import threading
 import time
 from dataclasses import asdict, dataclass
@@ -16,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 from warmstart import bundle, identity, inductor, process
 from warmstart.bundle import Limits
 from warmstart.cache import Cache, Persisted, PersistOutcome, Restored, RestoreOutcome, explain
+from warmstart.live import LiveDirectory, prepare, set_aside, stand_in
 from warmstart.models import ModelError
-from warmstart.report import Evidence, Outcome, Report, Stopwatch, decide
+from warmstart.report import Evidence, Outcome, Report, Stopwatch, decide, say
 from warmstart.saving import Saver
 from warmstart.served import Served
 from warmstart.settings import Settings, SettingsError
@@ -66,7 +69,7 @@ def boot(
         CompileRequiredError: it cannot be compiled and WARMSTART_COMPILE is `required`.
     """
     served = _Boot(plan, sources, settings or Settings.from_environment(), publish).run()
-    print("\n".join(served.report.lines()), flush=True)
+    say("\n".join(served.report.lines()))
     time.sleep(_LOG_S)
     return served
 
@@ -84,7 +87,10 @@ class _Restoring:
         self._result: Restored | None = None
         self._why = ""
         self._thread = threading.Thread(target=self._work, name="warmstart-restore", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # the container's limit of threads
+            self._work()
 
     def _work(self) -> None:
         self._result = self.cache.restore(self.deadline_s)
@@ -96,7 +102,8 @@ class _Restoring:
                 self._why = f"{self._result.reason} ({error})"
 
     def wait(self) -> Restored:
-        self._thread.join(min(self.deadline_s + _ANSWER_S, threading.TIMEOUT_MAX))
+        if self._thread.ident is not None:
+            self._thread.join(min(self.deadline_s + _ANSWER_S, threading.TIMEOUT_MAX))
         if self._result is None:
             reason = f"nothing was restored: no store had answered {_ANSWER_S:g} s after the deadline"
             return Restored(RestoreOutcome.FAILED, reason, seconds=self.deadline_s + _ANSWER_S)
@@ -127,13 +134,14 @@ class _Boot:
         self.stores: list[Store] = []
         self.cache: Cache | None = None
         self.ready = False
-        self.live: inductor.LiveDirectory | None = None
+        self.live: LiveDirectory | None = None
+        self.nowhere = ""
         with self.clock.phase("key"):
             self.device = identity.device(settings)
             self.key = identity.current_key(plan, sources=sources, settings=settings)
 
     def run(self) -> Served:
-        restoring = self._start_restore() if self.settings.compile != "off" else None
+        restoring = self._start_restore()
         with self.clock.phase("imports"):
             self._import()
         with self.clock.phase("weights"):
@@ -165,6 +173,9 @@ class _Boot:
 
     def _start_restore(self) -> _Restoring | None:
         with self.clock.phase("key"):
+            if self.settings.compile == "off":
+                stand_in(self.settings.live_dir or self.settings.torch_cache_dir)
+                return None
             self.live = self._prepare_live()
             if self.live is None:
                 return None
@@ -172,21 +183,23 @@ class _Boot:
             self._use(cache := self._new_cache(self.live))
             return _Restoring(cache, self.stores, self.key, self.settings.restore_deadline_s)
 
-    def _new_cache(self, live: inductor.LiveDirectory) -> Cache:
+    def _new_cache(self, live: LiveDirectory) -> Cache:
         target = self.stores[-1] if self.stores and self.publish else None
-        limits = Limits(max_raw_bytes=self.settings.max_bundle_bytes)
+        reserve_bytes = Limits.reserve_bytes
+        # In a small tmpfs (Docker's --tmpfs has 64 MiB) the usual reserve would keep out every restore, and compiling
+        # anew takes more room than that. A neighbour may just be emptying a directory that is shared.
+        with contextlib.suppress(OSError):
+            reserve_bytes = min(reserve_bytes, shutil.disk_usage(live.path).total // 8)
+        limits = Limits(max_raw_bytes=self.settings.max_bundle_bytes, reserve_bytes=reserve_bytes)
         return Cache(self.stores, target, self.key, live.path, limits)
 
-    def _prepare_live(self) -> inductor.LiveDirectory | None:
-        preset = self.settings.live_dir or self.settings.torch_cache_dir
+    def _prepare_live(self) -> LiveDirectory | None:
         name = f"{self.key.environment_digest[:16]}-{self.key.version_digest[:16]}"
-        for place in dict.fromkeys((preset, "")):
-            try:
-                return inductor.prepare(place, name)
-            except OSError as error:
-                where = place or "a directory of our own under the temporary directory"
-                self.warnings.append(f"compiled code cannot be kept in {where}: {error.strerror}")
-        return None
+        live, refused = prepare(self.settings.live_dir or self.settings.torch_cache_dir, name)
+        self.nowhere = f"there is no place for compiled code: not {', not '.join(refused)}"
+        if live is not None and refused:
+            self.warnings.append(f"compiled code cannot be kept in {', nor in '.join(refused)}; it is in {live.path}")
+        return live
 
     def _stores(self) -> list[Store]:
         """The image's own store first, then the configured one; the last is written to."""
@@ -230,7 +243,7 @@ class _Boot:
         if self.settings.compile == "off":
             return self._eager(served, "WARMSTART_COMPILE is off")
         if self.live is None:
-            return self._eager(served, "there is no writable directory for compiled code")
+            return self._eager(served, self.nowhere)
         try:
             with self.clock.phase("regions"):
                 self._compile(model)
@@ -264,6 +277,7 @@ class _Boot:
             recompile_limit=self._graph_limit(),
         )
         self._regions.compile_in_place(self.regions, options, self._save_soon)
+        inductor.tolerate_headers()
 
     def _graph_limit(self) -> int:
         """Most graphs of one region: a few for each planned request, far above what is needed, and for unplanned ones.
@@ -273,7 +287,7 @@ class _Boot:
         unplanned = 64 if self.settings.unplanned == "compile" else 0
         return min(max(16, 4 * len(self.plan)) + unplanned, inductor.MAX_GRAPHS)
 
-    def _attempt(self, served: Served, live: inductor.LiveDirectory) -> str:
+    def _attempt(self, served: Served, live: LiveDirectory) -> str:
         """Warms, checks and verifies; returns what went wrong in words, or an empty string."""
         self._remove_incomplete(live)
         # Restored by us, or by a platform into a directory of its own.
@@ -290,7 +304,7 @@ class _Boot:
             self.kernels_built = len(inductor.kernels(live.path) - had)
         return self._failed_check()
 
-    def _remove_incomplete(self, live: inductor.LiveDirectory) -> None:
+    def _remove_incomplete(self, live: LiveDirectory) -> None:
         try:
             removed = bundle.remove_incomplete(live.path)
         except OSError as error:
@@ -302,8 +316,12 @@ class _Boot:
                 f" {removed[0]} for one; they are built anew"
             )
 
-    def _attempt_cold(self, served: Served, live: inductor.LiveDirectory) -> str:
-        self.live = inductor.set_aside(live, self.key.version_digest[:16])
+    def _attempt_cold(self, served: Served, live: LiveDirectory) -> str:
+        aside, refused = set_aside(live, self.key.version_digest[:16])
+        if aside is None:
+            return f"and there is no other place for compiled code: not {', not '.join(refused)}"
+        self.live = aside
+        inductor.forget()
         # A version's own broken bundles stay where they are, and what is added to them would not be used. What broke
         # was not its own if it came from a sibling, or lay in a directory that was set from outside.
         own = self.restored.bundles and not self.restored.inherited
@@ -364,7 +382,7 @@ class _Boot:
 
     def _tell_saved(self, saved: Persisted) -> None:
         if self.ready:
-            print(f"warmstart: what was compiled since: {saved.reason}", flush=True)
+            say(f"warmstart: what was compiled since: {saved.reason}")
 
     def _persisted(self) -> list[Persisted]:
         return [saved for saver in self.savers for saved in saver.saves]

@@ -23,6 +23,7 @@ from warmstart import siblings
 from warmstart.bundle import TEMPORARY_PREFIX, BundleError, Entry, FileStat, Limits
 from warmstart.compaction import CompactOutcome, compact
 from warmstart.key import Key, nearest
+from warmstart.report import say
 from warmstart.store import STALE_S, Address, BundleInfo, Store
 from warmstart.usage import Reads
 
@@ -207,10 +208,10 @@ class Cache:
         try:
             done = compact(target, self._key, self._live, self._limits, at_most=COMPACT_ABOVE, deadline=deadline)
             if done.outcome is not CompactOutcome.NOTHING:
-                print(f"warmstart: {done.reason}", flush=True)
+                say(f"warmstart: {done.reason}")
         # The boundary, as in a save; what was published stays, and the next save tries again.
         except BaseException as error:  # noqa: BLE001
-            print(f"warmstart: the bundles in {target.location} were not compacted: {_cause(error)}", flush=True)
+            say(f"warmstart: the bundles in {target.location} were not compacted: {_cause(error)}")
         finally:
             self._compacting.release()
 
@@ -390,10 +391,9 @@ class _Restore:
             # A thread may just have moved on from it.
             with contextlib.suppress(OSError):
                 fetched_bytes += path.stat().st_size if path.is_file() else 0
-        print(
+        say(
             f"warmstart: restoring: {_count(len(self._done), 'bundle')} in place, {size(fetched_bytes)} fetched of"
-            f" further ones, {_count(self._running, 'answer')} to come",
-            flush=True,
+            f" further ones, {_count(self._running, 'answer')} to come"
         )
 
     def abandon(self) -> None:

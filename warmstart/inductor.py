@@ -1,4 +1,4 @@
-"""TorchInductor from outside: the live directory, torch's counters, what a run must be wrapped in.
+"""TorchInductor from outside: torch's counters, what a run must be wrapped in.
 
 Knows nothing of models or stores. It imports torch only inside functions, since the live directory has to be in the
 environment before torch is imported.
@@ -6,30 +6,18 @@ environment before torch is imported.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import enum
-import fcntl
+import functools
 import os
-import shutil
-import tempfile
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 MAX_GRAPHS = 256
 """Most graphs of one code object: torch 2.13's `accumulated_recompile_limit`, the same in each thread unless set."""
-
-
-@dataclass(frozen=True)
-class LiveDirectory:
-    """Where Inductor reads and writes while this process runs."""
-
-    path: Path
-    reason: str
-    """Why this place, in words."""
-    lock: int | None = None
-    """Descriptor of the shared lock that tells neighbours the directory is in use; None where it is not ours."""
 
 
 @dataclass(frozen=True)
@@ -51,58 +39,13 @@ class Counts:
         return Counts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
-def prepare(preset: str, name: str) -> LiveDirectory:
-    """Chooses the live directory and puts it into the environment; to be called before torch is imported.
-
-    Args:
-        preset: a directory that the platform or the user has set. It is only ever added to, since it may hold what
-            the platform restored. Empty for one of our own.
-        name: names our own directory; equal for equal keys, so that processes of one image share it.
-
-    Raises:
-        OSError: no directory can be made.
-    """
-    live = LiveDirectory(Path(preset).absolute(), "set from outside") if preset else _own(name)
-    live.path.mkdir(parents=True, exist_ok=True, mode=0o700)
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(live.path)
-    # Triton then writes into a directory inside the live one, where it is saved along.
-    os.environ.pop("TRITON_CACHE_DIR", None)
-    return live
-
-
-def _own(name: str) -> LiveDirectory:
-    """A directory at a fixed place, empty for a process alone in it and shared with processes beside it."""
-    root = Path(tempfile.gettempdir()) / f"warmstart-{os.getuid()}"
-    root.mkdir(mode=0o700, exist_ok=True)
-    if root.is_symlink() or root.stat().st_uid != os.getuid():
-        # Somebody else made it first: code in there would be theirs, and loading it would run it.
-        root = Path(tempfile.mkdtemp(prefix=f"warmstart-{os.getuid()}-"))
-    path = root / name
-    lock = os.open(root / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        fcntl.flock(lock, fcntl.LOCK_SH)
-        return LiveDirectory(path, "shared with processes beside this one", lock)
-    # Alone. What a killed process left may be half written, and whole files come back from the store anyway.
-    shutil.rmtree(path, ignore_errors=True)
-    path.mkdir(mode=0o700, exist_ok=True)
-    # Not atomic: another process may lock, and empty the still empty directory, before this returns.
-    fcntl.flock(lock, fcntl.LOCK_SH)
-    return LiveDirectory(path, "of our own, begun empty", lock)
-
-
-def set_aside(live: LiveDirectory, name: str) -> LiveDirectory:
-    """Leaves a live directory whose files break the compile, and goes on in a new, empty one."""
+def forget() -> None:
+    """Drops all graphs of this process and what torch keeps in memory of its cache's files."""
     import torch
     from torch._inductor.utils import clear_caches
 
-    path = Path(tempfile.mkdtemp(prefix=f"warmstart-{name}-retry-"))
-    atexit.register(shutil.rmtree, path, ignore_errors=True)
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(path)
     torch._dynamo.reset()
     clear_caches()
-    return LiveDirectory(path, f"in place of {live.path}, whose files broke the compile")
 
 
 def graphs() -> int:
@@ -202,6 +145,28 @@ def refusal(error: BaseException) -> str:
     return failures[0].removeprefix("- ").partition(": ")[2] if failures else "no graph was compiled for it"
 
 
+def tolerate_headers() -> None:
+    """Lets a header that cannot be precompiled cost time, not the compile.
+
+    Torch 2.13 precompiles C++ headers, 150 MB of them, below the temporary directory, in a warm boot too, and lets
+    every error there fail the graph: no room (Docker's --tmpfs has 64 MiB), a space in TMPDIR, no openssl. To be taken
+    out when torch goes on without.
+    """
+    from torch._inductor import codecache
+
+    precompile = codecache._precompile_header
+
+    @functools.cache
+    def tolerant(*arguments: Any, **options: Any) -> str:
+        try:
+            return precompile(*arguments, **options)
+        # The boundary: compiler and disk may raise anything. The kernel's own compile tells what matters.
+        except Exception:  # noqa: BLE001
+            return ""  # torch then compiles with the header itself
+
+    codecache._precompile_header = tolerant
+
+
 def compile_events() -> list[dict[str, object]]:
     """Torch's record of each compile so far: where, how long in each stage (seconds), and why again."""
     from torch._dynamo.utils import get_compilation_metrics
@@ -221,6 +186,9 @@ def compile_events() -> list[dict[str, object]]:
 
 def shut_down_workers() -> None:
     """Ends Inductor's pool of compile processes, each of which would keep a copy of torch in memory for ever."""
+    # Where nothing was compiled there is none, and importing it fails where there is no temporary directory.
+    if "torch._inductor.async_compile" not in sys.modules:
+        return
     from torch._inductor.async_compile import shutdown_compile_workers
 
     shutdown_compile_workers()

@@ -42,8 +42,12 @@ class Saver:
         # leave half done; an Event or a Condition could keep its lock for ever.
         self._orders: queue.SimpleQueue[queue.SimpleQueue[bool] | None] = queue.SimpleQueue()
         self._closed = False
+        self._failed = False
         # A daemon: a store that hangs must not keep the process from ending.
-        threading.Thread(target=self._work, name="warmstart-save", daemon=True).start()
+        self._thread = threading.Thread(target=self._work, name="warmstart-save", daemon=True)
+        # The container may have no thread left; then a save is whoever's that waits for it.
+        with contextlib.suppress(RuntimeError):
+            self._thread.start()
 
     def soon(self) -> None:
         """Has what is new saved, without waiting; safe from a prediction that may be cancelled."""
@@ -53,6 +57,8 @@ class Saver:
         """Waits until all that was told is saved, also what failed before; False if it fails or the time runs out."""
         answer: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._orders.put(answer)
+        if self._thread.ident is None:
+            self._obey([self._orders.get() for _ in range(self._orders.qsize())])
         with contextlib.suppress(queue.Empty):
             return answer.get(timeout=timeout_s)
         return False
@@ -65,17 +71,22 @@ class Saver:
     def _work(self) -> None:
         retries = iter(_RETRIES_S)
         retry_s: float | None = None
-        failed = False
         while True:
             orders = self._next_orders(retry_s)
             if self._closed:
                 return
-            if failed or None in orders:
-                failed = self._save().outcome is PersistOutcome.FAILED
-                retries = retries if failed else iter(_RETRIES_S)
-                retry_s = next(retries, None) if failed else None
-            for answer in filter(None, orders):
-                answer.put(not failed)
+            if self._obey(orders):
+                retries = retries if self._failed else iter(_RETRIES_S)
+                retry_s = next(retries, None) if self._failed else None
+
+    def _obey(self, orders: list[queue.SimpleQueue[bool] | None]) -> bool:
+        """Saves if there is something to save, which it tells, and answers those who wait."""
+        saves = self._failed or None in orders
+        if saves:
+            self._failed = self._save().outcome is PersistOutcome.FAILED
+        for answer in filter(None, orders):
+            answer.put(not self._failed)
+        return saves
 
     def _next_orders(self, retry_s: float | None) -> list[queue.SimpleQueue[bool] | None]:
         """Waits for an order, or until it is time to try again; takes all that have come."""
@@ -96,6 +107,5 @@ class Saver:
             saved = Persisted(PersistOutcome.FAILED, reason, seconds=time.monotonic() - started)
         self.saves.append(saved)
         if saved.outcome in (PersistOutcome.PUBLISHED, PersistOutcome.FAILED):
-            with contextlib.suppress(OSError, ValueError):  # standard output may be closed
-                self._tell(saved)
+            self._tell(saved)
         return saved

@@ -1,11 +1,12 @@
 """Outcome, phases and the line of JSON."""
 
+import io
 import json
 import time
 
 import pytest
 
-from warmstart.report import LINE, Evidence, Outcome, Report, Stopwatch, decide
+from warmstart.report import LINE, Evidence, Outcome, Report, Stopwatch, decide, say
 
 
 def evidence(**numbers: int | bool) -> Evidence:
@@ -71,3 +72,16 @@ def test_the_last_line_is_json_on_one_line():
     assert json.loads(text)["boot_s"] == 1.0
     assert any("a warning" in line for line in lines)
     assert not any("\n" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [BrokenPipeError(32, "Broken pipe"), ValueError("closed file"), UnicodeEncodeError("ascii", "ö", 0, 1, "no")],
+)
+def test_a_log_that_cannot_be_written_costs_its_lines_only(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    class Broken(io.StringIO):
+        def write(self, text: str) -> int:
+            raise error
+
+    monkeypatch.setattr("sys.stdout", Broken())
+    say("nobody reads this")

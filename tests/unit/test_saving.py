@@ -135,12 +135,14 @@ def test_after_its_end_nothing_is_saved(start) -> None:
     assert cache.saves == 0
 
 
-def test_who_tells_may_fail(told) -> None:
-    def closed(_: Persisted) -> None:
-        raise ValueError("I/O operation on closed file")
+def test_where_no_thread_can_be_started_who_waits_saves(told, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
 
-    saver = Saver(Cache(PersistOutcome.PUBLISHED), LONG_S, closed)  # type: ignore[arg-type]
-    for _ in range(2):
-        saver.soon()
-        assert saver.settle(LONG_S)
-    saver.close()
+    monkeypatch.setattr(threading.Thread, "start", none_left)
+    cache = Cache(PersistOutcome.FAILED, PersistOutcome.PUBLISHED)
+    saver = Saver(cache, LONG_S, told.append)  # type: ignore[arg-type]
+    saver.soon()
+    assert cache.saves == 0
+    assert [saver.settle(LONG_S), saver.settle(LONG_S), saver.settle(LONG_S)] == [False, True, True]
+    assert cache.saves == 2

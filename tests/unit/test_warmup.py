@@ -55,3 +55,13 @@ def test_in_thread_is_another_thread_and_hands_on_results_and_errors():
 def test_a_plan_that_cannot_be_warmed_is_refused(plan, words):
     with pytest.raises(warmup.PlanError, match=words):
         warmup.check_plan(plan)
+
+
+def test_without_a_thread_to_be_had_the_work_is_done_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert warmup.in_thread(threading.get_ident) == threading.get_ident()
+    with pytest.raises(KeyError, match="wrong"):
+        warmup.in_thread(lambda: {}["wrong"])
