@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from warmstart import bundle, identity, inductor, process
 from warmstart.bundle import Limits
 from warmstart.cache import Cache, Persisted, PersistOutcome, Restored, RestoreOutcome, explain
-from warmstart.live import LiveDirectory, prepare, set_aside, stand_in
+from warmstart.live import LiveDirectory, headers_in, prepare, set_aside, stand_in
 from warmstart.models import ModelError
 from warmstart.report import Evidence, Outcome, Report, Stopwatch, decide, say
 from warmstart.saving import Saver
@@ -277,7 +277,8 @@ class _Boot:
             recompile_limit=self._graph_limit(),
         )
         self._regions.compile_in_place(self.regions, options, self._save_soon)
-        inductor.tolerate_headers()
+        if self.live is not None:
+            inductor.precompile_headers_in(headers_in(self.live.path))
 
     def _graph_limit(self) -> int:
         """Most graphs of one region: a few for each planned request, far above what is needed, and for unplanned ones.

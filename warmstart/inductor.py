@@ -73,7 +73,7 @@ def counts() -> Counts:
 
 def holds_code(live: Path) -> bool:
     """Whether a live directory has anything that a compile may find; locks are only ever waited for."""
-    return any(path.is_file() and path.suffix != ".lock" for path in live.rglob("*"))
+    return any(path.is_file() and path.suffix != ".lock" for path in live.glob("[!.]*/**/*"))
 
 
 def kernels(live: Path) -> frozenset[str]:
@@ -145,12 +145,13 @@ def refusal(error: BaseException) -> str:
     return failures[0].removeprefix("- ").partition(": ")[2] if failures else "no graph was compiled for it"
 
 
-def tolerate_headers() -> None:
-    """Lets a header that cannot be precompiled cost time, not the compile.
+def precompile_headers_in(folder: Path) -> None:
+    """Has torch precompile C++ headers only where kernels are to be built, in a folder of this process alone.
 
-    Torch 2.13 precompiles C++ headers, 150 MB of them, below the temporary directory, in a warm boot too, and lets
-    every error there fail the graph: no room (Docker's --tmpfs has 64 MiB), a space in TMPDIR, no openssl. To be taken
-    out when torch goes on without.
+    Torch 2.13 does so before it looks whether the kernel is there: 10 s of compilers in a warm boot, which builds none.
+    It keeps them beside the default cache directory, 150 MB each, and takes what a killed compiler left of one for
+    whole, whereupon every later compile fails. And it lets every error there fail the graph: no room (Docker's --tmpfs
+    has 64 MiB), no openssl. To be taken out when torch builds them late, and goes on without.
     """
     from torch._inductor import codecache
 
@@ -164,7 +165,14 @@ def tolerate_headers() -> None:
         except Exception:  # noqa: BLE001
             return ""  # torch then compiles with the header itself
 
-    codecache._precompile_header = tolerant
+    def late(*arguments: Any, **options: Any) -> str:
+        # A graph from the cache has its kernels with it. One that is not there was counted before it is compiled.
+        now = counts()
+        return tolerant(*arguments, **options) if now.fx_misses or now.fx_bypasses else ""
+
+    codecache._precompile_header = late  # type: ignore[assignment]
+    codecache._HEADER_DIR = str(folder)
+    codecache._HEADER_LOCK_DIR = str(folder / "locks")
 
 
 def compile_events() -> list[dict[str, object]]:

@@ -9,6 +9,7 @@ import fcntl
 import mmap
 import os
 import re
+import secrets
 import shutil
 import stat
 import tempfile
@@ -72,6 +73,16 @@ def stand_in(preset: str) -> None:
         if preset or temporary:
             return
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = "/"  # it is there, and nothing will be written
+
+
+def headers_in(live: Path) -> Path:
+    """Names a directory inside a live one for what only this process uses while it builds; gone when the process ends.
+
+    A killed process leaves it. It has the name of our temporary ones, which later boots remove from there.
+    """
+    path = live / f".warmstart-headers-{secrets.token_hex(8)}"
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return path
 
 
 def set_aside(live: LiveDirectory, name: str) -> tuple[LiveDirectory | None, list[str]]:

@@ -1,12 +1,26 @@
 """What is asked of TorchInductor from outside, where it may refuse."""
 
+import collections
+from pathlib import Path
+
 import pytest
 from torch._inductor import codecache
 
 from warmstart import inductor
 
 
-def test_a_header_that_cannot_be_precompiled_is_left_out_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, int]:
+    """Torch's counters, as the test sets them; what a boot changes of torch is put back."""
+    from torch._dynamo.utils import counters
+
+    for name in ("_precompile_header", "_HEADER_DIR", "_HEADER_LOCK_DIR"):
+        monkeypatch.setattr(codecache, name, getattr(codecache, name))
+    monkeypatch.setitem(counters, "inductor", collections.Counter())
+    return counters["inductor"]
+
+
+def test_a_header_that_cannot_be_precompiled_is_left_out_of_the_command(monkeypatch, counted, tmp_path) -> None:
     asked = []
 
     def full(header: str, command: str, **_: object) -> str:
@@ -14,9 +28,22 @@ def test_a_header_that_cannot_be_precompiled_is_left_out_of_the_command(monkeypa
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(codecache, "_precompile_header", full)
-    inductor.tolerate_headers()
+    inductor.precompile_headers_in(tmp_path)
+    counted["fxgraph_cache_miss"] = 1
     assert [codecache._precompile_header("a.h", "g++", shared=True) for _ in range(2)] == ["", ""]
     assert asked == ["a.h"], "what failed is not tried for each kernel again"
+
+
+@pytest.mark.parametrize("counter", ["fxgraph_cache_miss", "fxgraph_cache_bypass"])
+def test_headers_are_precompiled_once_a_graph_is_compiled_and_not_before(
+    monkeypatch, counted, tmp_path, counter
+) -> None:
+    monkeypatch.setattr(codecache, "_precompile_header", lambda header, command: f"{codecache._HEADER_DIR}/{header}")
+    inductor.precompile_headers_in(tmp_path)
+    counted["fxgraph_cache_hit"] = 3
+    assert codecache._precompile_header("a.h", "g++") == ""
+    counted[counter] = 1
+    assert codecache._precompile_header("a.h", "g++") == f"{tmp_path}/a.h"
 
 
 def test_torch_takes_an_empty_name_for_no_header() -> None:
