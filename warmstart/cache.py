@@ -14,6 +14,7 @@ import shutil
 import tempfile
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -353,21 +354,21 @@ class _Restore:
         self._slots = [threading.BoundedSemaphore(_PARALLEL_PER_STORE) for _ in self.sources]
         self._abandoned = threading.Event()
         self._numbers = itertools.count()
-        self._running = 0
+        self._running: Counter[int] = Counter()  # source -> answers to come
         self._elsewhere: dict[str, list[tuple[int, BundleInfo]]] = {}  # name -> other sources that have it
-        self._listed: dict[int, set[str]] = {}
-        self._missing: set[tuple[int, str]] = set()
-        self._relisting: dict[int, bool] = {}  # source -> whether the listing under way is too old already
+        self._failures: dict[tuple[int, str], _Failed] = {}  # what its source is still to be asked about
+        self._missed: set[tuple[int, str]] = set()
+        self._given_up: set[tuple[int, str]] = set()
         self._done: set[str] = set()
         self._room = threading.Lock()
         self._claimed: dict[Path, int] = {}  # staging directory -> bytes that are about to be written there
-        self._skipped: list[str] = []
+        self._skipped: list[tuple[str, str]] = []  # name, "" for a listing, and why
         self._expired = False
 
     def run(self, deadline: float) -> None:
         for source in range(len(self.sources)):
             self._list(source)
-        while self._running:
+        while self._running.total():
             left_s = deadline - time.monotonic()
             try:
                 event = self._events.get(timeout=max(0.0, min(left_s, _PROGRESS_S)))
@@ -381,8 +382,9 @@ class _Restore:
             if left_s <= 0:
                 self._expired = True
                 return
-            self._running -= 1
+            self._running[event.source] -= 1
             self._handle(event)
+            self._list_again(event.source)
 
     def _tell_progress(self) -> None:
         fetched_bytes = 0
@@ -392,7 +394,7 @@ class _Restore:
                 fetched_bytes += path.stat().st_size if path.is_file() else 0
         print(
             f"warmstart: restoring: {_count(len(self._done), 'bundle')} in place, {size(fetched_bytes)} fetched of"
-            f" further ones, {_count(self._running, 'answer')} to come",
+            f" further ones, {_count(self._running.total(), 'answer')} to come",
             flush=True,
         )
 
@@ -402,9 +404,12 @@ class _Restore:
         _remove(self.staging)
 
     def result(self, deadline_s: float) -> Restored:
-        skipped = list(self._skipped)
+        for failed in self._failures.values():
+            self._give_up(failed)  # too late to ask
+        # What one store had damaged may have come whole from a slower one.
+        skipped = [line for name, line in self._skipped if name not in self._done]
         if self._expired:
-            skipped.append(f"{_count(self._running, 'answer')} had not come after {deadline_s:g} s")
+            skipped.append(f"{_count(self._running.total(), 'answer')} had not come after {deadline_s:g} s")
         places = ", ".join(store.location for store in self.sources) or "no store"
         total_bytes = sum(item.size_bytes for item in self.installed)
         if not self._done:
@@ -419,7 +424,7 @@ class _Restore:
         return Restored(outcome, reason, *counts, skipped=tuple(skipped))
 
     def _start(self, source: int, name: str, job: Callable[[], _Event]) -> None:
-        self._running += 1
+        self._running[source] += 1
         # Daemons: a thread that hangs in a store must not keep the process from ending.
         work = threading.Thread(
             target=self._work, args=(source, name, job), name=f"warmstart-restore-{source}", daemon=True
@@ -449,12 +454,7 @@ class _Restore:
 
     def _handle(self, event: _Event) -> None:
         if isinstance(event, _Listed):
-            # The race: a bundle that was missed after this listing was asked for may still be in it. A later one tells.
-            missing = any((event.source, found.name) in self._missing for found in event.found)
-            if self._relisting.pop(event.source, False) and missing:
-                self._relist(event.source)
-                return
-            self._listed[event.source] = {found.name for found in event.found}
+            self._settle(event)
             for found in event.found:
                 self._consider(event.source, found)
         elif isinstance(event, _Staged):
@@ -463,7 +463,7 @@ class _Restore:
             self._failed(event)
 
     def _consider(self, source: int, found: BundleInfo) -> None:
-        if found.name in self._done:
+        if found.name in self._done or (source, found.name) in self._given_up:
             return
         if found.name in self._elsewhere:
             self._elsewhere[found.name].append((source, found))
@@ -526,37 +526,53 @@ class _Restore:
             )
 
     def _failed(self, event: _Failed) -> None:
-        if others := self._elsewhere.get(event.name):
+        if others := self._elsewhere.pop(event.name, None):
+            self._elsewhere[event.name] = others
             self._fetch(*others.pop(0))
-        elif event.name and event.gone:
-            self._gone(event)
+        elif (event.source, event.name) in self._missed:
+            self._give_up(event)
+        elif event.name:
+            self._failures[event.source, event.name] = event
         else:
-            self._skip(event.source, event.name, event.cause)
+            self._skip(event.source, "", event.cause)
+            for failed in self._failures_of(event.source):
+                self._give_up(failed)
 
-    def _gone(self, event: _Failed) -> None:
-        """A compaction may remove what was just listed; its files are then in a bundle that a new listing names.
+    def _list_again(self, source: int) -> None:
+        """Asks a store anew once it has answered everything, if something could not be fetched.
 
-        That one may go too before it is fetched. Each bundle has one more listing, so this ends.
+        A compaction may remove what was just listed, also while it is read, which fails in any way. Its files are in
+        a bundle that the new listing names. That one may go too, but each is asked about once, so this ends.
         """
-        del self._elsewhere[event.name]
-        if event.name not in self._listed[event.source]:
-            return  # a later listing, without it, has come already
-        if (event.source, event.name) in self._missing:
-            self._skip(event.source, event.name, "it is listed, but is not there")
-            return
-        self._missing.add((event.source, event.name))
-        if event.source in self._relisting:
-            self._relisting[event.source] = True
-        else:
-            self._relist(event.source)
+        # Not before: a listing that is asked for after the last failure cannot be older than what was missed.
+        if not self._running[source] and self._failures_of(source):
+            self._list(source)
 
-    def _relist(self, source: int) -> None:
-        self._relisting[source] = False
-        self._list(source)
+    def _failures_of(self, source: int) -> list[_Failed]:
+        return [failed for failed in self._failures.values() if failed.source == source]
+
+    def _settle(self, listed: _Listed) -> None:
+        """Decides by a new listing about what failed: what it no longer names is in another bundle."""
+        names = {found.name for found in listed.found}
+        for failed in self._failures_of(listed.source):
+            place = failed.source, failed.name
+            if failed.name in names and failed.gone:
+                self._missed.add(place)
+                del self._failures[place]  # it came back, or the first listing was stale: fetched once more
+            elif failed.name in names:
+                self._give_up(failed)
+            else:
+                del self._failures[place]
+
+    def _give_up(self, failed: _Failed) -> None:
+        place = failed.source, failed.name
+        self._failures = {other: kept for other, kept in self._failures.items() if other != place}
+        self._given_up.add(place)
+        self._skip(*place, "it is listed, but is not there" if failed.gone else failed.cause)
 
     def _skip(self, source: int, name: str, cause: str) -> None:
         what = f"bundle {name[:12]} of " if name else ""
-        self._skipped.append(f"{what}{self.sources[source].location} was skipped: {cause}")
+        self._skipped.append((name, f"{what}{self.sources[source].location} was skipped: {cause}"))
 
 
 def _late(what: str, deadline_s: float, started: float) -> Persisted:

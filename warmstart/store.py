@@ -27,7 +27,7 @@ from warmstart.key import Key, KeyFactError
 from warmstart.trust import Secrets, distrust
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
 STALE_S = 3600
 """A temporary file older than this was left by a process that died."""
@@ -45,6 +45,8 @@ _SCHEMES = ("s3", "gs", "az")
 # discards all that the user set by variables (AWS_ALLOW_HTTP, a proxy).
 _PART_BYTES = 8 << 20
 _RETRIES = 3
+# While a compaction removes bundles, the first listing is repeated once; more often only if one after it was torn too.
+_MAX_LISTINGS = 5
 _RETRY_TIMEOUT_S = 60
 
 
@@ -114,7 +116,10 @@ class Store(Protocol):
         ...
 
     def files(self, key: Address) -> list[StoredFile]:
-        """Lists one key's bundles and their notes, sorted; none if the key is not there."""
+        """Lists one key's bundles and their notes, sorted; none if the key is not there.
+
+        Of a bundle that a compaction removes meanwhile and the one that covers it, at least one is in the list.
+        """
         ...
 
     def fetch(self, key: Address, bundle: BundleInfo, into: Path) -> None:
@@ -211,7 +216,8 @@ class DirectoryStore:
 
     def files(self, key: Address) -> list[StoredFile]:
         """Lists one key's bundles and their notes, sorted; none if the key is not there."""
-        return self._files_in(self._folder(key))
+        self._check(self._folder(key))
+        return _settled(lambda: _files_in(self._folder(key)))
 
     def fetch(self, key: Address, bundle: BundleInfo, into: Path) -> None:
         """Copies a bundle to a file, unverified, but never more bytes than were listed."""
@@ -277,7 +283,7 @@ class DirectoryStore:
 
     def _files_in(self, folder: Path) -> list[StoredFile]:
         self._check(folder)
-        return _files_in(folder)
+        return _files_in(folder)[0]
 
     def _check(self, folder: Path) -> None:
         """Refuses a directory that others can write to, from the root down to the given one."""
@@ -344,7 +350,7 @@ class ObjectStore:
 
     def files(self, key: Address) -> list[StoredFile]:
         """Lists one key's bundles and their notes, sorted; none if the key is not there."""
-        return sorted((file for _, file in self._list(_prefix(key))), key=_order)
+        return _settled(lambda: (sorted((file for _, file in self._list(_prefix(key))), key=_order), False))
 
     def fetch(self, key: Address, bundle: BundleInfo, into: Path) -> None:
         """Copies a bundle to a file, unverified, but never more bytes than were listed."""
@@ -579,19 +585,45 @@ def _digest_folders(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(names)]
 
 
-def _files_in(folder: Path) -> list[StoredFile]:
+def _files_in(folder: Path) -> tuple[list[StoredFile], bool]:
+    """Lists a directory's files, and says whether something came or went meanwhile."""
     found: list[StoredFile] = []
     try:
+        before_ns = folder.stat().st_mtime_ns
         items = list(os.scandir(folder))
+        for item in items:
+            # Gone since it was listed: a compaction, not an error.
+            with contextlib.suppress(FileNotFoundError):
+                if (name := _FILE.fullmatch(item.name)) and item.is_file(follow_symlinks=False):
+                    got = item.stat(follow_symlinks=False)
+                    found.append(StoredFile(name[1], name[2], got.st_size, got.st_mtime))
+        return sorted(found, key=_order), folder.stat().st_mtime_ns != before_ns
     except FileNotFoundError:
-        return []
-    for item in items:
-        # Gone since it was listed: a compaction, not an error.
-        with contextlib.suppress(FileNotFoundError):
-            if (name := _FILE.fullmatch(item.name)) and item.is_file(follow_symlinks=False):
-                got = item.stat(follow_symlinks=False)
-                found.append(StoredFile(name[1], name[2], got.st_size, got.st_mtime))
-    return sorted(found, key=_order)
+        return [], False
+
+
+def _settled(list_once: Callable[[], tuple[list[StoredFile], bool]]) -> list[StoredFile]:
+    """Lists once, and while a compaction removes bundles again until nothing has gone since the listing before.
+
+    A listing is no snapshot: it may pass the place of a bundle before that is published, and the place of one that the
+    first covers after that was removed, and so show neither. The next listing, begun later, shows the first one. That a
+    compaction is at work is seen by a note or a signature that has lost its bundle, or by a directory that changes
+    while it is listed.
+
+    Args:
+        list_once: lists, and says whether something came or went meanwhile, if that can be told.
+    """
+    found, changed = list_once()
+    names = {file.name for file in found if file.suffix == SUFFIX}
+    if not changed and all(file.name in names for file in found):
+        return found
+    for _ in range(_MAX_LISTINGS - 1):
+        before = names
+        found, _ = list_once()
+        names = {file.name for file in found if file.suffix == SUFFIX}
+        if before <= names:
+            break
+    return found
 
 
 def _open_plain(path: Path) -> BinaryIO:

@@ -203,6 +203,23 @@ def test_notes_without_their_bundle_go_when_old(store: DirectoryStore, tmp_path:
     assert names(store, SIGNATURE) == names(store, COVERED) == {fresh, name}, "a fresh one may await its bundle"
 
 
+def test_old_notes_go_before_anything_is_fetched(
+    store: DirectoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A publisher that comes back with a removed bundle's name meanwhile would lose its new signature otherwise."""
+    publish_many(store, tmp_path)
+    run(store, tmp_path)
+    store.write_note(key(), "0" * 64, SIGNATURE, "x")
+    folder = Path(store.location) / key().environment_digest / key().version_digest
+    os.utime(folder / f"{'0' * 64}{SIGNATURE}", (time.time() - STALE_S - 60,) * 2)
+    steps: list[str] = []
+    for name in ("fetch", "remove"):
+        real = getattr(store, name)
+        monkeypatch.setattr(store, name, lambda *args, name=name, real=real: steps.append(name) or real(*args))
+    run(store, tmp_path)
+    assert steps == ["remove", "fetch", *["remove"] * 4]
+
+
 # --- A crash at any step, and others beside it -----------------------------------------------------------------------
 
 

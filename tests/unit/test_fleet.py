@@ -82,8 +82,13 @@ def finish(member: subprocess.Popen[str]) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "secret"),
-    [("directory", ""), ("directory", SECRET), pytest.param("s3", SECRET, marks=pytest.mark.slow)],
-    ids=["directory", "directory signed", "s3 signed"],
+    [
+        ("directory", ""),
+        ("directory", SECRET),
+        pytest.param("s3", SECRET, marks=pytest.mark.slow),
+        pytest.param("s3_gateway", SECRET, marks=pytest.mark.slow),
+    ],
+    ids=["directory", "directory signed", "s3 signed", "gateway signed"],
 )
 def test_every_restore_is_whole_and_nothing_is_lost(
     kind: str, secret: str, request: pytest.FixtureRequest, tmp_path: Path

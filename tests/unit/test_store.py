@@ -23,6 +23,7 @@ from warmstart.store import (
     ObjectStore,
     SignedStore,
     Store,
+    StoredFile,
     StoreError,
     open_store,
 )
@@ -211,6 +212,52 @@ def test_replicas_that_publish_at_once_lose_nothing(store: Store, tmp_path: Path
         replica.join()
     assert {item.name for item in store.bundles(key())} == {one.name for one in made}
     assert store.keys()[0].facts == key()
+
+
+# --- A listing is no snapshot ----------------------------------------------------------------------------------------
+
+
+def listing(names: str) -> list[StoredFile]:
+    """Bundles by a capital letter each; a small one is the note of a bundle."""
+    return [StoredFile(letter.upper(), SUFFIX if letter.isupper() else COVERED, 1, 0.0) for letter in names]
+
+
+@pytest.mark.parametrize(
+    ("answers", "changed", "asked", "names"),
+    [
+        (["AB"], False, 1, "AB"),
+        (["AaB"], False, 1, "AaB"),  # covered, and still there
+        (["aB", "aBC"], False, 2, "aBC"),  # A went meanwhile, into C
+        (["aB", "aB"], False, 2, "aB"),  # it went long ago
+        (["B", "BC"], True, 2, "BC"),
+        (["abC", "abcD", "abcDE"], False, 3, "abcDE"),  # the second one was torn too
+        (["aB", "abC", "abcD", "abcdE", "abcdeF", "x"], False, 5, "abcdeF"),
+    ],
+)
+def test_a_torn_listing_is_repeated_until_nothing_has_gone(
+    answers: list[str], changed: bool, asked: int, names: str
+) -> None:
+    left = list(answers)
+    assert stores._settled(lambda: (listing(left.pop(0)), changed)) == listing(names)
+    assert len(answers) - len(left) == asked
+
+
+def test_a_directory_that_changes_while_it_is_listed_is_listed_again(
+    made: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = DirectoryStore(tmp_path / "store")
+    store.publish(key(), made.path, made.name)
+    union, scandir = another(tmp_path, 1), os.scandir
+
+    def scan(folder: Path) -> object:
+        found = list(scandir(folder))
+        monkeypatch.setattr(os, "scandir", scandir)
+        store.publish(key(), union.path, union.name)
+        store.remove(key(), made.name, SUFFIX)
+        return found
+
+    monkeypatch.setattr(os, "scandir", scan)
+    assert [item.name for item in store.bundles(key())] == [union.name]
 
 
 # --- A directory -----------------------------------------------------------------------------------------------------
