@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import hashlib
 import itertools
 import queue
 import shutil
@@ -39,6 +40,9 @@ _PARALLEL_PER_STORE = 4
 _REMOVE_PASSES = 10
 _TOLD = 3
 _LONGEST_S = threading.TIMEOUT_MAX / 2  # what waits accept
+_EXPLAIN_READS_BYTES = 16_000_000
+# An index and one file, packed by zstd, are a few hundred bytes.
+_LEAST_BUNDLE_BYTES = 64
 
 
 class RestoreOutcome(enum.Enum):
@@ -266,30 +270,67 @@ class Cache:
 def explain(key: Key, stores: Sequence[Store]) -> str:
     """Says whether a boot with this key would hit, and if not, what differs from the nearest key that is stored.
 
+    Contents are read where all that a store holds for the key is small; otherwise the text says that they were not.
+
     Raises:
         OSError, StoreError: a store cannot be read.
     """
-    others: list[Key] = []
     near: list[siblings.Sibling] = []
     refused = ""
     for store in stores:
         found, doubt = usable(store, key)
         if doubt:
             refused = f"{refused} Those in {store.location} are refused: {doubt}."
-        if found:
-            total_bytes = sum(item.size_bytes for item in found)
-            return f"Hit: {store.location} holds {_count(len(found), 'bundle')} ({size(total_bytes)}) for this key."
-        held = store.keys()
-        others += [item.facts for item in held if item.facts not in (None, key) and item.bundles]
-        near += siblings.nearest(key, store, held)
+        whole, damages, were_read = _whole(store, key, found)
+        if damages:
+            refused = f"{refused} In {store.location} {_told(damages)}."
+        if whole:
+            held = f"{_count(len(whole), 'bundle')} ({size(sum(item.size_bytes for item in whole))})"
+            unread = "" if were_read else " Their contents were not read; scripts/cache verify does that."
+            return f"Hit: {store.location} holds {held} for this key.{refused}{unread}"
+        near += siblings.nearest(key, store, store.keys(key.environment_digest))
     places = ", ".join(store.location for store in stores) or "any store, since none is configured"
     miss = f"Miss: no bundle for this key in {places}.{refused}"
     if sibling := siblings.best(near):
         differs = f"The nearest stored key differs in its version: {sibling.difference}."
         return f"{miss} {differs} A boot inherits what still fits."
+    stored = [item for store in stores for item in store.keys()]  # noqa: SIM118  a store is no mapping
+    others = [item.facts for item in stored if item.facts not in (None, key) and item.bundles]
     if (best := nearest(key, others)) is None:
         return f"{miss} No other key is stored there either, so the first boot is cold and fills it."
     return f"{miss} The nearest stored key differs in its {best[1]}."
+
+
+def _whole(store: Store, key: Key, found: Sequence[BundleInfo]) -> tuple[list[BundleInfo], list[str], bool]:
+    """Says which bundles look whole, what is wrong with the others, and whether all were read and not only listed."""
+    are_read = sum(item.size_bytes for item in found) <= _EXPLAIN_READS_BYTES
+    whole: list[BundleInfo] = []
+    damages: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="warmstart-explain-", ignore_cleanup_errors=True) as place:
+        for item in found:
+            if item.size_bytes < _LEAST_BUNDLE_BYTES:
+                damages.append(
+                    f"bundle {item.name[:12]} is damaged: it has {item.size_bytes} bytes, as if it were cut short"
+                )
+            elif are_read and (damage := _damage(store, key, item, Path(place) / "bundle")):
+                damages.append(f"bundle {item.name[:12]} {damage}")
+            else:
+                whole.append(item)
+    return whole, damages, are_read
+
+
+def _damage(store: Store, key: Key, item: BundleInfo, into: Path) -> str:
+    try:
+        store.fetch(key, item, into)
+    except PermissionError as error:
+        return f"cannot be read: {error.strerror}"
+    except FileNotFoundError:
+        return "was removed meanwhile"
+    except BundleError as error:
+        return f"is refused: {error}"
+    with into.open("rb") as file:
+        is_whole = hashlib.file_digest(file, "sha256").hexdigest() == item.name
+    return "" if is_whole else "is damaged: its bytes are not those that were published"
 
 
 def usable(store: Store, key: Address) -> tuple[list[BundleInfo], str]:

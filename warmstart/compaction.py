@@ -90,6 +90,8 @@ def compact(
     """
     with tempfile.TemporaryDirectory(prefix=TEMPORARY_PREFIX, dir=place, ignore_cleanup_errors=True) as work:
         job = _Compaction(store, key, Path(work), limits, grace_s, deadline)
+        if job.files:
+            store.write_facts(key)  # whoever saves comes by here, also if nothing is new
         removed = job.sweep()
         open_ones = uncovered(job.files, job.notes)
         if len(open_ones) > at_most:

@@ -701,6 +701,32 @@ def test_explain_says_hit_and_where(store: DirectoryStore, tmp_path: Path) -> No
     assert explain(key(), [empty, store]).startswith(f"Hit: {store.location} holds 1 bundle (")
 
 
+@pytest.mark.parametrize("size_bytes", [0, 63, -1])
+def test_explain_claims_no_hit_that_a_boot_would_not_get(
+    store: DirectoryStore, tmp_path: Path, size_bytes: int
+) -> None:
+    name = publish(store, tmp_path, TREE)
+    [path] = Path(store.location).rglob(f"{name}.tar.zst")
+    path.write_bytes(path.read_bytes()[:size_bytes])
+    text = explain(key(), [store])
+    assert text.startswith("Miss: ")
+    assert f"In {store.location} bundle {name[:12]} is damaged: " in text
+    publish(store, tmp_path, {"ab/1": b"1"})
+    text = explain(key(), [store])
+    assert text.startswith(f"Hit: {store.location} holds 1 bundle (")
+    assert f"bundle {name[:12]} is damaged: " in text
+
+
+def test_explain_says_that_it_did_not_read_what_is_large(
+    store: DirectoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(store, tmp_path, TREE)
+    assert "not read" not in explain(key(), [store])
+    monkeypatch.setattr(cache, "_EXPLAIN_READS_BYTES", 100)
+    monkeypatch.setattr(store, "fetch", lambda *_: pytest.fail("fetched"))
+    assert explain(key(), [store]).endswith("Their contents were not read; scripts/cache verify does that.")
+
+
 def test_explain_names_the_fact_that_differs_from_the_nearest(store: DirectoryStore, tmp_path: Path) -> None:
     publish(store, tmp_path, TREE, of=key(dtype="fp32", device="cuda", model="other"))
     publish(store, tmp_path, TREE, of=key(dtype="fp32"))

@@ -403,6 +403,20 @@ def test_a_save_compacts_when_there_are_many(
     assert one.persist(LONG_S).outcome is PersistOutcome.NOTHING_NEW, "what is new to the store is not new to us"
 
 
+@pytest.mark.parametrize("name", ["environment.json", "version.json"])
+def test_a_save_with_nothing_new_repairs_the_facts(
+    store: DirectoryStore, tmp_path: Path, told: Callable[[], None], name: str
+) -> None:
+    publish(store, tmp_path, TREE)
+    [facts] = Path(store.location).rglob(name)
+    facts.write_bytes(b"{")
+    one = Cache([store], store, key(), tmp_path / "live", LIMITS)
+    one.restore(LONG_S)
+    assert one.persist(LONG_S).outcome is PersistOutcome.NOTHING_NEW
+    told()
+    assert [item.facts for item in store.keys()] == [key()]  # noqa: SIM118  a store is no mapping
+
+
 class Hanging(DirectoryStore):
     """Does not answer a compaction."""
 

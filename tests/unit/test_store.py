@@ -2,11 +2,13 @@
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import stat
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import obstore
@@ -212,6 +214,55 @@ def test_replicas_that_publish_at_once_lose_nothing(store: Store, tmp_path: Path
         replica.join()
     assert {item.name for item in store.bundles(key())} == {one.name for one in made}
     assert store.keys()[0].facts == key()
+
+
+def test_missing_and_damaged_facts_are_written_again(store: Store, made: Bundle, tmp_path: Path) -> None:
+    store.publish(key(), made.path, made.name)
+    places = [f"{key().environment_digest}/environment.json"]
+    places.append(f"{key().environment_digest}/{key().version_digest}/version.json")
+    size_bytes = len(json.dumps(dict(key().version), indent=2, sort_keys=True)) + 1
+    for place, text in itertools.product(places, (b"", b"{}", b"x" * size_bytes)):
+        put(store, {place: text}, tmp_path)
+        assert [item.facts for item in store.keys()] == [None]  # noqa: SIM118  a store is no mapping
+        store.write_facts(key())
+        assert [item.facts for item in store.keys()] == [key()]  # noqa: SIM118
+
+
+def test_one_environments_keys_are_listed_alone(store: Store, made: Bundle) -> None:
+    keys = [key(), key(dtype="fp32"), key(device="another")]
+    for one in keys:
+        store.publish(one, made.path, made.name)
+    found = [item.facts for item in store.keys(key().environment_digest)]
+    assert found == sorted(keys[:2], key=lambda one: one.version_digest)
+    assert store.keys("0" * 64) == []
+
+
+def test_facts_are_read_once_each(s3: str, made: Bundle) -> None:
+    """Counted, as seconds depend on the network: an environment's facts were read with each of its versions."""
+    store = ObjectStore(s3)
+    for number in range(12):
+        store.publish(key(dtype=f"fp{number}", device=f"gpu{number % 2}"), made.path, made.name)
+    real, asked = store._obstore, Counter[str]()
+
+    class Counting:
+        def __getattr__(self, name: str) -> object:
+            asked[name] += 1
+            return getattr(real, name)
+
+    store._obstore = Counting()  # type: ignore[assignment]
+    assert len(store.keys()) == 12
+    assert asked == {"list": 1, "get": 12 + 2}
+    asked.clear()
+    assert len(store.keys(key(device="gpu1").environment_digest)) == 6
+    assert asked == {"list": 1, "get": 6 + 1}
+
+
+def test_facts_that_cannot_be_read_are_an_error(s3: str, made: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ObjectStore(s3)
+    store.publish(key(), made.path, made.name)
+    monkeypatch.setattr(store, "_read_facts", lambda _: (_ for _ in ()).throw(StoreError("Access denied.")))
+    with pytest.raises(StoreError, match="Access denied"):
+        store.keys()
 
 
 # --- A listing is no snapshot ----------------------------------------------------------------------------------------
