@@ -725,6 +725,10 @@ def test_explain_says_that_it_did_not_read_what_is_large(
     monkeypatch.setattr(cache, "_EXPLAIN_READS_BYTES", 100)
     monkeypatch.setattr(store, "fetch", lambda *_: pytest.fail("fetched"))
     assert explain(key(), [store]).endswith("Their contents were not read; scripts/cache verify does that.")
+    [path] = Path(store.location).rglob("*.tar.zst")
+    monkeypatch.setattr(cache, "_EXPLAIN_READS_BYTES", -1)
+    path.write_bytes(b"")
+    assert "is damaged: it has 0 bytes" in explain(key(), [store])
 
 
 def test_explain_names_the_fact_that_differs_from_the_nearest(store: DirectoryStore, tmp_path: Path) -> None:
