@@ -199,7 +199,7 @@ def test_compact_says_what_it_could_not_do(project: Path, store: DirectoryStore)
     next(Path(store.location).rglob("version.json")).unlink()
     done = run(project, "compact", "--store", store.location)
     assert done.returncode == 1
-    assert "its facts are missing" in done.stderr
+    assert "its key's facts are missing or not those of its digests; the next boot of that version" in done.stderr
 
 
 def test_prune_removes_what_it_is_told_to(project: Path, store: DirectoryStore) -> None:
