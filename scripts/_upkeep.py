@@ -79,7 +79,7 @@ def _compact_one(store: Store, stored: StoredKey, limits: Limits) -> dict[str, A
 
 def _try_compact(store: Store, key: Key | None, limits: Limits) -> Compacted:
     if key is None:
-        reason = "left alone, since its facts are missing or not those of its digests; prune it, or boot with it once"
+        reason = f"left alone, since {upkeep.NO_FACTS}"
         return Compacted(CompactOutcome.FAILED, reason)
     try:
         return compaction.compact(store, key, Path(tempfile.gettempdir()), limits)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import hashlib
 import itertools
 import queue
 import shutil
 import tempfile
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,6 +41,9 @@ _PARALLEL_PER_STORE = 4
 _REMOVE_PASSES = 10
 _TOLD = 3
 _LONGEST_S = threading.TIMEOUT_MAX / 2  # what waits accept
+_EXPLAIN_READS_BYTES = 16_000_000
+# An index and one file, packed by zstd, are a few hundred bytes.
+_LEAST_BUNDLE_BYTES = 64
 
 
 class RestoreOutcome(enum.Enum):
@@ -266,30 +271,67 @@ class Cache:
 def explain(key: Key, stores: Sequence[Store]) -> str:
     """Says whether a boot with this key would hit, and if not, what differs from the nearest key that is stored.
 
+    Contents are read where all that a store holds for the key is small; otherwise the text says that they were not.
+
     Raises:
         OSError, StoreError: a store cannot be read.
     """
-    others: list[Key] = []
     near: list[siblings.Sibling] = []
     refused = ""
     for store in stores:
         found, doubt = usable(store, key)
         if doubt:
             refused = f"{refused} Those in {store.location} are refused: {doubt}."
-        if found:
-            total_bytes = sum(item.size_bytes for item in found)
-            return f"Hit: {store.location} holds {_count(len(found), 'bundle')} ({size(total_bytes)}) for this key."
-        held = store.keys()
-        others += [item.facts for item in held if item.facts not in (None, key) and item.bundles]
-        near += siblings.nearest(key, store, held)
+        whole, damages, were_read = _whole(store, key, found)
+        if damages:
+            refused = f"{refused} In {store.location} {_told(damages)}."
+        if whole:
+            held = f"{_count(len(whole), 'bundle')} ({size(sum(item.size_bytes for item in whole))})"
+            unread = "" if were_read else " Their contents were not read; scripts/cache verify does that."
+            return f"Hit: {store.location} holds {held} for this key.{refused}{unread}"
+        near += siblings.nearest(key, store, store.keys(key.environment_digest))
     places = ", ".join(store.location for store in stores) or "any store, since none is configured"
     miss = f"Miss: no bundle for this key in {places}.{refused}"
     if sibling := siblings.best(near):
         differs = f"The nearest stored key differs in its version: {sibling.difference}."
         return f"{miss} {differs} A boot inherits what still fits."
+    stored = [item for store in stores for item in store.keys()]  # noqa: SIM118  a store is no mapping
+    others = [item.facts for item in stored if item.facts not in (None, key) and item.bundles]
     if (best := nearest(key, others)) is None:
         return f"{miss} No other key is stored there either, so the first boot is cold and fills it."
     return f"{miss} The nearest stored key differs in its {best[1]}."
+
+
+def _whole(store: Store, key: Key, found: Sequence[BundleInfo]) -> tuple[list[BundleInfo], list[str], bool]:
+    """Says which bundles look whole, what is wrong with the others, and whether all were read and not only listed."""
+    are_read = sum(item.size_bytes for item in found) <= _EXPLAIN_READS_BYTES
+    whole: list[BundleInfo] = []
+    damages: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="warmstart-explain-", ignore_cleanup_errors=True) as place:
+        for item in found:
+            if item.size_bytes < _LEAST_BUNDLE_BYTES:
+                damages.append(
+                    f"bundle {item.name[:12]} is damaged: it has {item.size_bytes} bytes, as if it were cut short"
+                )
+            elif are_read and (damage := _damage(store, key, item, Path(place) / "bundle")):
+                damages.append(f"bundle {item.name[:12]} {damage}")
+            else:
+                whole.append(item)
+    return whole, damages, are_read
+
+
+def _damage(store: Store, key: Key, item: BundleInfo, into: Path) -> str:
+    try:
+        store.fetch(key, item, into)
+    except PermissionError as error:
+        return f"cannot be read: {error.strerror}"
+    except FileNotFoundError:
+        return "was removed meanwhile"
+    except BundleError as error:
+        return f"is refused: {error}"
+    with into.open("rb") as file:
+        is_whole = hashlib.file_digest(file, "sha256").hexdigest() == item.name
+    return "" if is_whole else "is damaged: its bytes are not those that were published"
 
 
 def usable(store: Store, key: Address) -> tuple[list[BundleInfo], str]:
@@ -354,21 +396,21 @@ class _Restore:
         self._slots = [threading.BoundedSemaphore(_PARALLEL_PER_STORE) for _ in self.sources]
         self._abandoned = threading.Event()
         self._numbers = itertools.count()
-        self._running = 0
+        self._running: Counter[int] = Counter()  # source -> answers to come
         self._elsewhere: dict[str, list[tuple[int, BundleInfo]]] = {}  # name -> other sources that have it
-        self._listed: dict[int, set[str]] = {}
-        self._missing: set[tuple[int, str]] = set()
-        self._relisting: dict[int, bool] = {}  # source -> whether the listing under way is too old already
+        self._failures: dict[tuple[int, str], _Failed] = {}  # what its source is still to be asked about
+        self._missed: set[tuple[int, str]] = set()
+        self._given_up: set[tuple[int, str]] = set()
         self._done: set[str] = set()
         self._room = threading.Lock()
         self._claimed: dict[Path, int] = {}  # staging directory -> bytes that are about to be written there
-        self._skipped: list[str] = []
+        self._skipped: list[tuple[str, str]] = []  # name, "" for a listing, and why
         self._expired = False
 
     def run(self, deadline: float) -> None:
         for source in range(len(self.sources)):
             self._list(source)
-        while self._running:
+        while self._running.total():
             left_s = deadline - time.monotonic()
             try:
                 event = self._events.get(timeout=max(0.0, min(left_s, _PROGRESS_S)))
@@ -382,8 +424,9 @@ class _Restore:
             if left_s <= 0:
                 self._expired = True
                 return
-            self._running -= 1
+            self._running[event.source] -= 1
             self._handle(event)
+            self._list_again(event.source)
 
     def _tell_progress(self) -> None:
         fetched_bytes = 0
@@ -393,7 +436,7 @@ class _Restore:
                 fetched_bytes += path.stat().st_size if path.is_file() else 0
         say(
             f"warmstart: restoring: {_count(len(self._done), 'bundle')} in place, {size(fetched_bytes)} fetched of"
-            f" further ones, {_count(self._running, 'answer')} to come"
+            f" further ones, {_count(self._running.total(), 'answer')} to come"
         )
 
     def abandon(self) -> None:
@@ -402,9 +445,12 @@ class _Restore:
         _remove(self.staging)
 
     def result(self, deadline_s: float) -> Restored:
-        skipped = list(self._skipped)
+        for failed in self._failures.values():
+            self._give_up(failed)  # too late to ask
+        # What one store had damaged may have come whole from a slower one.
+        skipped = [line for name, line in self._skipped if name not in self._done]
         if self._expired:
-            skipped.append(f"{_count(self._running, 'answer')} had not come after {deadline_s:g} s")
+            skipped.append(f"{_count(self._running.total(), 'answer')} had not come after {deadline_s:g} s")
         places = ", ".join(store.location for store in self.sources) or "no store"
         total_bytes = sum(item.size_bytes for item in self.installed)
         if not self._done:
@@ -419,7 +465,7 @@ class _Restore:
         return Restored(outcome, reason, *counts, skipped=tuple(skipped))
 
     def _start(self, source: int, name: str, job: Callable[[], _Event]) -> None:
-        self._running += 1
+        self._running[source] += 1
         # Daemons: a thread that hangs in a store must not keep the process from ending.
         work = threading.Thread(
             target=self._work, args=(source, name, job), name=f"warmstart-restore-{source}", daemon=True
@@ -449,12 +495,7 @@ class _Restore:
 
     def _handle(self, event: _Event) -> None:
         if isinstance(event, _Listed):
-            # The race: a bundle that was missed after this listing was asked for may still be in it. A later one tells.
-            missing = any((event.source, found.name) in self._missing for found in event.found)
-            if self._relisting.pop(event.source, False) and missing:
-                self._relist(event.source)
-                return
-            self._listed[event.source] = {found.name for found in event.found}
+            self._settle(event)
             for found in event.found:
                 self._consider(event.source, found)
         elif isinstance(event, _Staged):
@@ -463,7 +504,7 @@ class _Restore:
             self._failed(event)
 
     def _consider(self, source: int, found: BundleInfo) -> None:
-        if found.name in self._done:
+        if found.name in self._done or (source, found.name) in self._given_up:
             return
         if found.name in self._elsewhere:
             self._elsewhere[found.name].append((source, found))
@@ -526,37 +567,53 @@ class _Restore:
             )
 
     def _failed(self, event: _Failed) -> None:
-        if others := self._elsewhere.get(event.name):
+        if others := self._elsewhere.pop(event.name, None):
+            self._elsewhere[event.name] = others
             self._fetch(*others.pop(0))
-        elif event.name and event.gone:
-            self._gone(event)
+        elif (event.source, event.name) in self._missed:
+            self._give_up(event)
+        elif event.name:
+            self._failures[event.source, event.name] = event
         else:
-            self._skip(event.source, event.name, event.cause)
+            self._skip(event.source, "", event.cause)
+            for failed in self._failures_of(event.source):
+                self._give_up(failed)
 
-    def _gone(self, event: _Failed) -> None:
-        """A compaction may remove what was just listed; its files are then in a bundle that a new listing names.
+    def _list_again(self, source: int) -> None:
+        """Asks a store anew once it has answered everything, if something could not be fetched.
 
-        That one may go too before it is fetched. Each bundle has one more listing, so this ends.
+        A compaction may remove what was just listed, also while it is read, which fails in any way. Its files are in
+        a bundle that the new listing names. That one may go too, but each is asked about once, so this ends.
         """
-        del self._elsewhere[event.name]
-        if event.name not in self._listed[event.source]:
-            return  # a later listing, without it, has come already
-        if (event.source, event.name) in self._missing:
-            self._skip(event.source, event.name, "it is listed, but is not there")
-            return
-        self._missing.add((event.source, event.name))
-        if event.source in self._relisting:
-            self._relisting[event.source] = True
-        else:
-            self._relist(event.source)
+        # Not before: a listing that is asked for after the last failure cannot be older than what was missed.
+        if not self._running[source] and self._failures_of(source):
+            self._list(source)
 
-    def _relist(self, source: int) -> None:
-        self._relisting[source] = False
-        self._list(source)
+    def _failures_of(self, source: int) -> list[_Failed]:
+        return [failed for failed in self._failures.values() if failed.source == source]
+
+    def _settle(self, listed: _Listed) -> None:
+        """Decides by a new listing about what failed: what it no longer names is in another bundle."""
+        names = {found.name for found in listed.found}
+        for failed in self._failures_of(listed.source):
+            place = failed.source, failed.name
+            if failed.name in names and failed.gone:
+                self._missed.add(place)
+                del self._failures[place]  # it came back, or the first listing was stale: fetched once more
+            elif failed.name in names:
+                self._give_up(failed)
+            else:
+                del self._failures[place]
+
+    def _give_up(self, failed: _Failed) -> None:
+        place = failed.source, failed.name
+        self._failures = {other: kept for other, kept in self._failures.items() if other != place}
+        self._given_up.add(place)
+        self._skip(*place, "it is listed, but is not there" if failed.gone else failed.cause)
 
     def _skip(self, source: int, name: str, cause: str) -> None:
         what = f"bundle {name[:12]} of " if name else ""
-        self._skipped.append(f"{what}{self.sources[source].location} was skipped: {cause}")
+        self._skipped.append((name, f"{what}{self.sources[source].location} was skipped: {cause}"))
 
 
 def _late(what: str, deadline_s: float, started: float) -> Persisted:

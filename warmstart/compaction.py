@@ -9,6 +9,10 @@ publish and restore, and may die at any step:
    bundle that covers it. A reader that had listed the removed one lists again.
 
 A bundle never changes, so a note that is true once stays true. One that names a bundle which is gone is ignored.
+
+A listing need be neither a snapshot nor the latest: one that misses a bundle which is there makes another union or
+leaves a bundle for the next call, and one that is older than the grace period is what no store gives. Without grace a
+reader could miss a bundle and what covers it; `Store.files` lists again while it sees signs of that.
 """
 
 from __future__ import annotations
@@ -86,6 +90,8 @@ def compact(
     """
     with tempfile.TemporaryDirectory(prefix=TEMPORARY_PREFIX, dir=place, ignore_cleanup_errors=True) as work:
         job = _Compaction(store, key, Path(work), limits, grace_s, deadline)
+        if job.files:
+            store.write_facts(key)  # whoever saves comes by here, also if nothing is new
         removed = job.sweep()
         open_ones = uncovered(job.files, job.notes)
         if len(open_ones) > at_most:
@@ -132,16 +138,17 @@ class _Compaction:
     def sweep(self) -> int:
         """Removes what has been covered for long, and notes that have lost their bundle; returns how many bundles."""
         listed = {file.name: file for file in self.files if file.suffix == SUFFIX}
+        # First, before anything is fetched: a publisher may come back with a bundle of such a name.
+        for file in self.files:
+            # Old ones only: a signature without its bundle may be one whose bundle is about to come.
+            if file.suffix != SUFFIX and file.name not in listed and self._is_older(file, STALE_S):
+                self.store.remove(self.key, file.name, file.suffix)
         goes: dict[str, list[str]] = {}
         for file in self.files:
             cover = _cover_of(file.name, listed, self.notes) if file.name in listed else None
             if file.suffix == COVERED and cover is not None and self._is_older(file, self.grace_s):
                 goes.setdefault(cover, []).append(file.name)
         removed = {name for cover, names in goes.items() for name in self._remove(listed[cover], names)}
-        for file in self.files:
-            # Old ones only: a signature without its bundle may be one whose bundle is about to come.
-            if file.suffix != SUFFIX and file.name not in listed and self._is_older(file, STALE_S):
-                self.store.remove(self.key, file.name, file.suffix)
         self.files = [file for file in self.files if file.name not in removed]
         return len(removed)
 

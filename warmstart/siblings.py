@@ -86,7 +86,7 @@ def _ask(here: Key, store: Store, answers: queue.SimpleQueue[list[Sibling] | str
     def work() -> None:
         answer: list[Sibling] | str
         try:
-            answer = nearest(here, store, store.keys())
+            answer = nearest(here, store, store.keys(here.environment_digest))
         # The boundary: whatever a store does here, a panic of its client included, costs an inheritance, not a boot.
         except BaseException as error:  # noqa: BLE001
             answer = f"{store.location} did not list its versions ({type(error).__name__}: {str(error).rstrip('.')})"

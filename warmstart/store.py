@@ -8,14 +8,17 @@ may lie small notes of its name: `.hmac`, its signature, and `.covered`, which b
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import datetime
 import importlib
 import json
 import os
+import queue
 import re
 import stat
 import tempfile
+import threading
 import time
 import urllib.parse
 from dataclasses import dataclass
@@ -27,7 +30,7 @@ from warmstart.key import Key, KeyFactError
 from warmstart.trust import Secrets, distrust
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
 STALE_S = 3600
 """A temporary file older than this was left by a process that died."""
@@ -45,6 +48,9 @@ _SCHEMES = ("s3", "gs", "az")
 # discards all that the user set by variables (AWS_ALLOW_HTTP, a proxy).
 _PART_BYTES = 8 << 20
 _RETRIES = 3
+_PARALLEL_FACTS = 8
+# While a compaction removes bundles, the first listing is repeated once; more often only if one after it was torn too.
+_MAX_LISTINGS = 5
 _RETRY_TIMEOUT_S = 60
 
 
@@ -105,8 +111,8 @@ class Store(Protocol):
         """What the user wrote."""
         ...
 
-    def keys(self) -> list[StoredKey]:
-        """Lists everything, sorted."""
+    def keys(self, environment: str | None = None) -> list[StoredKey]:
+        """Lists every key, or those of one environment (its digest), sorted; reads the facts of each."""
         ...
 
     def bundles(self, key: Address) -> list[BundleInfo]:
@@ -114,7 +120,10 @@ class Store(Protocol):
         ...
 
     def files(self, key: Address) -> list[StoredFile]:
-        """Lists one key's bundles and their notes, sorted; none if the key is not there."""
+        """Lists one key's bundles and their notes, sorted; none if the key is not there.
+
+        Of a bundle that a compaction removes meanwhile and the one that covers it, at least one is in the list.
+        """
         ...
 
     def fetch(self, key: Address, bundle: BundleInfo, into: Path) -> None:
@@ -127,6 +136,10 @@ class Store(Protocol):
 
     def publish(self, key: Key, path: Path, name: str) -> bool:
         """Adds a bundle and the key's facts; False if a whole bundle of that name is there already."""
+        ...
+
+    def write_facts(self, key: Key) -> None:
+        """Writes the key's facts where they are missing or damaged."""
         ...
 
     def doubt(self, key: Address, name: str) -> str:
@@ -196,13 +209,13 @@ class DirectoryStore:
         self._root = root
         self._signed = signed
 
-    def keys(self) -> list[StoredKey]:
-        """Lists everything, sorted."""
+    def keys(self, environment: str | None = None) -> list[StoredKey]:
+        """Lists every key, or those of one environment (its digest), sorted; reads the facts of each."""
         self._check(self._root)
         return [
-            StoredKey(environment.name, version.name, self._facts(version), tuple(_bundles(self._files_in(version))))
-            for environment in _digest_folders(self._root)
-            for version in _digest_folders(environment)
+            StoredKey(place.name, version.name, self._facts(version), tuple(_bundles(self._files_in(version))))
+            for place in ([self._root / environment] if environment else _digest_folders(self._root))
+            for version in _digest_folders(place)
         ]
 
     def bundles(self, key: Address) -> list[BundleInfo]:
@@ -211,7 +224,8 @@ class DirectoryStore:
 
     def files(self, key: Address) -> list[StoredFile]:
         """Lists one key's bundles and their notes, sorted; none if the key is not there."""
-        return self._files_in(self._folder(key))
+        self._check(self._folder(key))
+        return _settled(lambda: _files_in(self._folder(key)))
 
     def fetch(self, key: Address, bundle: BundleInfo, into: Path) -> None:
         """Copies a bundle to a file, unverified, but never more bytes than were listed."""
@@ -221,11 +235,10 @@ class DirectoryStore:
 
     def publish(self, key: Key, path: Path, name: str) -> bool:
         """Adds a bundle and the key's facts; False if a whole bundle of that name is there already."""
-        folder = self._prepare(key)
+        self.write_facts(key)
+        folder = self._folder(key)
         for place in (folder, folder.parent):
             _remove_stale(place)
-        _write_facts(folder.parent / "environment.json", key.environment)
-        _write_facts(folder / "version.json", key.version)
         target = self._path(key, name, SUFFIX)
         # Another size under the right name was cut short by a full disk or a crash; it is replaced.
         if target.is_file() and target.stat().st_size == path.stat().st_size:
@@ -233,6 +246,12 @@ class DirectoryStore:
         with path.open("rb") as source:
             _write_atomic(target, iter(lambda: source.read(_CHUNK_BYTES), b""))
         return True
+
+    def write_facts(self, key: Key) -> None:
+        """Writes the key's facts where they are missing or damaged; its directories are made where absent."""
+        folder = self._prepare(key)
+        _write_facts(folder.parent / "environment.json", key.environment)
+        _write_facts(folder / "version.json", key.version)
 
     def doubt(self, key: Address, name: str) -> str:
         """Says why a bundle would not be fetched, "" if nothing is against it."""
@@ -280,7 +299,7 @@ class DirectoryStore:
 
     def _files_in(self, folder: Path) -> list[StoredFile]:
         self._check(folder)
-        return _files_in(folder)
+        return _files_in(folder)[0]
 
     def _check(self, folder: Path) -> None:
         """Refuses a directory that others can write to, from the root down to the given one."""
@@ -331,13 +350,23 @@ class ObjectStore:
         with self._asking("open"):
             self._store = module.from_url(location, retry_config=retries, **options)
 
-    def keys(self) -> list[StoredKey]:
-        """Lists everything, sorted."""
+    def keys(self, environment: str | None = None) -> list[StoredKey]:
+        """Lists every key, or those of one environment (its digest), sorted; reads the facts of each."""
         found: dict[tuple[str, str], list[StoredFile]] = {}
-        for place, file in self._list(None):
+        for place, file in self._list(environment):
             found.setdefault(place, []).append(file)
+        # An environment's facts once, not with each of its versions, and as many at a time as a server likes to answer.
+        names = [
+            *sorted({_environment_facts(place[0]) for place in found}),
+            *(_version_facts(*place) for place in found),
+        ]
+        raw = _in_parallel(self._read_facts, names)
         return [
-            StoredKey(*place, self._facts(*place), tuple(_bundles(sorted(files, key=_order))))
+            StoredKey(
+                *place,
+                _parse_facts(raw[_environment_facts(place[0])], raw[_version_facts(*place)], *place),
+                tuple(_bundles(sorted(files, key=_order))),
+            )
             for place, files in sorted(found.items())
         ]
 
@@ -347,7 +376,7 @@ class ObjectStore:
 
     def files(self, key: Address) -> list[StoredFile]:
         """Lists one key's bundles and their notes, sorted; none if the key is not there."""
-        return sorted((file for _, file in self._list(_prefix(key))), key=_order)
+        return _settled(lambda: (sorted((file for _, file in self._list(_prefix(key))), key=_order), False))
 
     def fetch(self, key: Address, bundle: BundleInfo, into: Path) -> None:
         """Copies a bundle to a file, unverified, but never more bytes than were listed."""
@@ -356,8 +385,7 @@ class ObjectStore:
 
     def publish(self, key: Key, path: Path, name: str) -> bool:
         """Adds a bundle and the key's facts; False if a whole bundle of that name is there already."""
-        self._write_facts(f"{key.environment_digest}/environment.json", key.environment)
-        self._write_facts(f"{_prefix(key)}/version.json", key.version)
+        self.write_facts(key)
         target = _object(key, name, SUFFIX)
         if self._size_bytes(target) == path.stat().st_size:
             return False
@@ -365,6 +393,11 @@ class ObjectStore:
             # A path is sent in parts, so the bundle is never in memory; objects appear whole or not at all.
             self._obstore.put(self._store, target, path, chunk_size=_PART_BYTES)
         return True
+
+    def write_facts(self, key: Key) -> None:
+        """Writes the key's facts where they are missing or damaged."""
+        self._write_facts(_environment_facts(key.environment_digest), key.environment)
+        self._write_facts(_version_facts(key.environment_digest, key.version_digest), key.version)
 
     def doubt(self, key: Address, name: str) -> str:
         """Says why a bundle would not be fetched, "" if nothing is against it."""
@@ -388,9 +421,9 @@ class ObjectStore:
 
     def remove_facts(self, key: Address) -> None:
         """Removes what is left of a key without bundles, and of its environment if that was its last key."""
-        self._delete(f"{_prefix(key)}/version.json")
+        self._delete(_version_facts(key.environment_digest, key.version_digest))
         if not any(place[0] == key.environment_digest for place, _ in self._list(key.environment_digest)):
-            self._delete(f"{key.environment_digest}/environment.json")
+            self._delete(_environment_facts(key.environment_digest))
 
     def _delete(self, path: str) -> None:
         with contextlib.suppress(FileNotFoundError), self._asking("delete an object", missing=True):
@@ -403,18 +436,16 @@ class ObjectStore:
 
     def _write_facts(self, path: str, facts: Mapping[str, str]) -> None:
         text = _facts_text(facts)
-        # Content follows from the path, which holds its digest; equal size is enough to leave it.
-        if self._size_bytes(path) != len(text):
+        if self._read_facts(path) != text:
             with self._asking("publish facts"):
                 self._obstore.put(self._store, path, text)
 
-    def _facts(self, environment: str, version: str) -> Key | None:
+    def _read_facts(self, path: str) -> bytes:
+        """Reads facts; none are as good as damaged ones."""
         try:
-            environment_raw = self._read_small(f"{environment}/environment.json")
-            version_raw = self._read_small(f"{environment}/{version}/version.json")
+            return self._read_small(path)
         except FileNotFoundError:
-            return None
-        return _parse_facts(environment_raw, version_raw, environment, version)
+            return b""
 
     def _read_small(self, path: str) -> bytes:
         with self._asking("read facts", missing=True):
@@ -465,9 +496,9 @@ class SignedStore:
         self._inner = inner
         self._secrets = secrets
 
-    def keys(self) -> list[StoredKey]:
-        """Lists everything, sorted; signatures are not looked at."""
-        return self._inner.keys()
+    def keys(self, environment: str | None = None) -> list[StoredKey]:
+        """Lists every key, or those of one environment, sorted; signatures are not looked at."""
+        return self._inner.keys(environment)
 
     def bundles(self, key: Address) -> list[BundleInfo]:
         """Lists one key's bundles, sorted by name; signatures are not looked at."""
@@ -528,6 +559,10 @@ class SignedStore:
         """Removes what is left of a key without bundles, and of its environment if that was its last key."""
         self._inner.remove_facts(key)
 
+    def write_facts(self, key: Key) -> None:
+        """Writes the key's facts where they are missing or damaged."""
+        self._inner.write_facts(key)
+
     def is_current(self, key: Address, name: str) -> bool:
         """Whether the secret that signs now has signed the bundle."""
         signature = self._inner.note(key, name, SIGNATURE) or ""
@@ -546,6 +581,14 @@ def _file_url_path(location: str) -> Path:
     if parsed.netloc not in ("", "localhost") or not parsed.path:
         raise StoreError(f"The store's location is {location!r}; a file URL has three slashes: file:///a/directory.")
     return Path(urllib.parse.unquote(parsed.path))
+
+
+def _environment_facts(environment: str) -> str:
+    return f"{environment}/environment.json"
+
+
+def _version_facts(environment: str, version: str) -> str:
+    return f"{environment}/{version}/version.json"
 
 
 def _prefix(key: Address) -> str:
@@ -582,19 +625,69 @@ def _digest_folders(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(names)]
 
 
-def _files_in(folder: Path) -> list[StoredFile]:
+def _files_in(folder: Path) -> tuple[list[StoredFile], bool]:
+    """Lists a directory's files, and says whether something came or went meanwhile."""
     found: list[StoredFile] = []
     try:
+        before_ns = folder.stat().st_mtime_ns
         items = list(os.scandir(folder))
+        for item in items:
+            # Gone since it was listed: a compaction, not an error.
+            with contextlib.suppress(FileNotFoundError):
+                if (name := _FILE.fullmatch(item.name)) and item.is_file(follow_symlinks=False):
+                    got = item.stat(follow_symlinks=False)
+                    found.append(StoredFile(name[1], name[2], got.st_size, got.st_mtime))
+        return sorted(found, key=_order), folder.stat().st_mtime_ns != before_ns
     except FileNotFoundError:
-        return []
-    for item in items:
-        # Gone since it was listed: a compaction, not an error.
-        with contextlib.suppress(FileNotFoundError):
-            if (name := _FILE.fullmatch(item.name)) and item.is_file(follow_symlinks=False):
-                got = item.stat(follow_symlinks=False)
-                found.append(StoredFile(name[1], name[2], got.st_size, got.st_mtime))
-    return sorted(found, key=_order)
+        return [], False
+
+
+def _settled(list_once: Callable[[], tuple[list[StoredFile], bool]]) -> list[StoredFile]:
+    """Lists once, and while a compaction removes bundles again until nothing has gone since the listing before.
+
+    A listing is no snapshot: it may pass the place of a bundle before that is published, and the place of one that the
+    first covers after that was removed, and so show neither. The next listing, begun later, shows the first one. That a
+    compaction is at work is seen by a note or a signature that has lost its bundle, or by a directory that changes
+    while it is listed.
+
+    Args:
+        list_once: lists, and says whether something came or went meanwhile, if that can be told.
+    """
+    found, changed = list_once()
+    names = {file.name for file in found if file.suffix == SUFFIX}
+    if not changed and all(file.name in names for file in found):
+        return found
+    for _ in range(_MAX_LISTINGS - 1):
+        before = names
+        found, _ = list_once()
+        names = {file.name for file in found if file.suffix == SUFFIX}
+        if before <= names:
+            break
+    return found
+
+
+def _in_parallel(read: Callable[[str], bytes], paths: list[str]) -> dict[str, bytes]:
+    """Reads some at a time; by daemons, since a server that hangs must not keep the process from ending."""
+    left, answers = collections.deque(paths), queue.SimpleQueue[tuple[str, bytes | BaseException]]()
+
+    def work() -> None:
+        with contextlib.suppress(IndexError):
+            while True:
+                path = left.popleft()
+                try:
+                    answers.put((path, read(path)))
+                except BaseException as error:  # noqa: BLE001  raised by the caller
+                    answers.put((path, error))
+
+    for _ in range(min(_PARALLEL_FACTS, len(paths))):
+        threading.Thread(target=work, name="warmstart-facts", daemon=True).start()
+    found: dict[str, bytes] = {}
+    for _ in paths:
+        path, answer = answers.get()
+        if isinstance(answer, BaseException):
+            raise answer
+        found[path] = answer
+    return found
 
 
 def _open_plain(path: Path) -> BinaryIO:

@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 
     from warmstart.key import Key
 
+NO_FACTS = (
+    "its key's facts are missing or not those of its digests; the next boot of that version that may write to the store"
+    " puts them back, otherwise prune it"
+)
+
 _DAY_S = 86_400
 
 
@@ -120,7 +125,7 @@ def copy(source: Store, target: Store, tell: Callable[[str], None]) -> Copied:
     for stored in held:
         missing = list(_missing(source, target, stored))
         if stored.facts is None:
-            copied.skipped += [f"bundle {item.name[:12]}: its key's facts are missing" for item in missing]
+            copied.skipped += [f"bundle {item.name[:12]} of {_digest_pair(stored)}: {NO_FACTS}" for item in missing]
             continue
         for number, item in enumerate(missing, 1):
             tell(f"{number} of {len(missing)} bundles of {_digest_pair(stored)}: {item.name[:12]}")

@@ -14,10 +14,10 @@ import pytest
 from artifacts import GRAPH, LIMITS, ROOT, TREE, contents, elf, entries, fill, key, named, packed
 
 from warmstart import bundle, cache
-from warmstart.bundle import Entry, Limits
+from warmstart.bundle import BundleError, Entry, Limits
 from warmstart.cache import Cache, Persisted, PersistOutcome, Restored, RestoreOutcome, explain, size
 from warmstart.key import Key
-from warmstart.store import STALE_S, Address, BundleInfo, DirectoryStore, Store, open_store
+from warmstart.store import STALE_S, Address, BundleInfo, DirectoryStore, Store, StoreError, open_store
 
 LONG_S = 300.0  # a deadline that no test meets
 SHORT_S = 0.3  # a deadline that a test waits out
@@ -150,43 +150,71 @@ def test_bundles_that_vanish_into_another_are_found_there(tmp_path: Path) -> Non
     assert (done.outcome, done.bundles, store.listings) == (RestoreOutcome.RESTORED, 1, 2)
 
 
-class Overtaken(DirectoryStore):
-    """Its second listing holds a bundle that is missed before that listing arrives."""
+class Vanishing(DirectoryStore):
+    """A bundle goes into another one while it is read, and that read fails as network file systems fail."""
 
-    def __init__(self, root: Path, first: str, second: str, both: bundle.Bundle) -> None:
+    def __init__(self, root: Path, union: bundle.Bundle, error: Exception) -> None:
         super().__init__(root)
-        self._first, self._second, self._both = first, second, both
-        self.listings, self._listed_again, self._fetching = 0, threading.Event(), threading.Event()
+        self._union, self._error, self.listings = union, error, 0
 
     def bundles(self, key: Address) -> list[BundleInfo]:
-        found = super().bundles(key)
         self.listings += 1
-        if self.listings == 1:
-            self.remove(key, self._first, ".tar.zst")
-        if self.listings == 2:
-            self._listed_again.set()
-            assert self._fetching.wait(60)
-            self._fetcher.join(60)
-        return found
+        return super().bundles(key)
 
     def fetch(self, key: Address, bundle: BundleInfo, into: Path) -> None:
-        if bundle.name == self._second:
-            self._fetcher = threading.current_thread()
-            self._fetching.set()
-            assert self._listed_again.wait(60)
-            self.publish(globals()["key"](), self._both.path, self._both.name)
-            self.remove(key, self._second, ".tar.zst")
-        super().fetch(key, bundle, into)
+        if bundle.name == self._union.name:
+            super().fetch(key, bundle, into)
+            return
+        into.write_bytes(b"half")
+        super().publish(globals()["key"](), self._union.path, self._union.name)
+        self.remove(key, bundle.name, ".tar.zst")
+        raise self._error
 
 
-def test_a_listing_that_is_older_than_what_is_missed_is_not_believed(tmp_path: Path) -> None:
-    plain = DirectoryStore(tmp_path / "store")
-    names = [publish(plain, tmp_path, {f"ab/{number}": b"x"}) for number in range(2)]
-    both = packed(fill(tmp_path / "both", {"ab/0": b"x", "ab/1": b"x"}), tmp_path / "out")
-    store = Overtaken(tmp_path / "store", *names, both)
+@pytest.mark.parametrize(
+    "error", [OSError(116, "Stale file handle"), StoreError("Connection reset."), BundleError("x")]
+)
+def test_a_bundle_that_goes_while_it_is_read_is_found_in_what_covers_it(tmp_path: Path, error: Exception) -> None:
+    both = packed(fill(tmp_path / "both", {"ab/1": b"1", "ab/2": b"2"}), tmp_path / "out")
+    store = Vanishing(tmp_path / "store", both, error)
+    publish(store, tmp_path, {"ab/1": b"1"})
     done = restore(store, live=tmp_path / "live")
-    assert (done.outcome, done.bundles, store.listings) == (RestoreOutcome.RESTORED, 1, 3), done.reason
-    assert set(contents(tmp_path / "live")) == {"ab/0", "ab/1"}
+    assert (done.outcome, done.bundles, done.skipped, store.listings) == (RestoreOutcome.RESTORED, 1, (), 2)
+    assert contents(tmp_path / "live") == {"ab/1": b"1", "ab/2": b"2"}
+
+
+def test_a_bundle_that_cannot_be_read_is_fetched_once_and_asked_about_once(
+    store: DirectoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(3):
+        damage(store, publish(store, tmp_path, {"ab/1": b"%d" % number * 100}))
+    calls: list[str] = []
+    for name in ("bundles", "fetch"):
+        real = getattr(store, name)
+        monkeypatch.setattr(store, name, lambda *args, name=name, real=real: calls.append(name) or real(*args))
+    assert len(restore(store, live=tmp_path / "live").skipped) == 3
+    assert sorted(calls) == ["bundles"] * 2 + ["fetch"] * 3
+
+
+def test_a_damaged_bundle_is_taken_from_a_store_that_answers_later(store: DirectoryStore, tmp_path: Path) -> None:
+    slow = Slow(tmp_path / "slow", "list")
+    damage(store, publish(store, tmp_path, TREE))
+    publish(slow, tmp_path, TREE)
+    real = store.bundles
+    asked = threading.Semaphore(0)
+    store.bundles = lambda key: asked.release() or real(key)  # type: ignore[method-assign]
+
+    def let_go() -> None:
+        for _ in range(2):  # the second listing comes after the damage was seen
+            asked.acquire()
+        slow.let_go.set()
+
+    helper = threading.Thread(target=let_go)
+    helper.start()
+    done = restore(store, slow, live=tmp_path / "live")
+    helper.join()
+    assert (done.outcome, done.bundles, done.skipped) == (RestoreOutcome.RESTORED, 1, ())
+    assert contents(tmp_path / "live") == TREE
 
 
 class Ghosts(DirectoryStore):
@@ -671,6 +699,36 @@ def test_explain_says_hit_and_where(store: DirectoryStore, tmp_path: Path) -> No
     publish(store, tmp_path, TREE)
     empty = DirectoryStore(tmp_path / "empty")
     assert explain(key(), [empty, store]).startswith(f"Hit: {store.location} holds 1 bundle (")
+
+
+@pytest.mark.parametrize("size_bytes", [0, 63, -1])
+def test_explain_claims_no_hit_that_a_boot_would_not_get(
+    store: DirectoryStore, tmp_path: Path, size_bytes: int
+) -> None:
+    name = publish(store, tmp_path, TREE)
+    [path] = Path(store.location).rglob(f"{name}.tar.zst")
+    path.write_bytes(path.read_bytes()[:size_bytes])
+    text = explain(key(), [store])
+    assert text.startswith("Miss: ")
+    assert f"In {store.location} bundle {name[:12]} is damaged: " in text
+    publish(store, tmp_path, {"ab/1": b"1"})
+    text = explain(key(), [store])
+    assert text.startswith(f"Hit: {store.location} holds 1 bundle (")
+    assert f"bundle {name[:12]} is damaged: " in text
+
+
+def test_explain_says_that_it_did_not_read_what_is_large(
+    store: DirectoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(store, tmp_path, TREE)
+    assert "not read" not in explain(key(), [store])
+    monkeypatch.setattr(cache, "_EXPLAIN_READS_BYTES", 100)
+    monkeypatch.setattr(store, "fetch", lambda *_: pytest.fail("fetched"))
+    assert explain(key(), [store]).endswith("Their contents were not read; scripts/cache verify does that.")
+    [path] = Path(store.location).rglob("*.tar.zst")
+    monkeypatch.setattr(cache, "_EXPLAIN_READS_BYTES", -1)
+    path.write_bytes(b"")
+    assert "is damaged: it has 0 bytes" in explain(key(), [store])
 
 
 def test_explain_names_the_fact_that_differs_from_the_nearest(store: DirectoryStore, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -37,7 +38,7 @@ def project(tmp_path: Path) -> Path:
     """A project with the least that a key needs."""
     root = fill(tmp_path / "project", MODEL)
     (root / "scripts").mkdir()
-    for name in ("cache", "_upkeep.py", "_venv.py", "_openapi.py", "_predictor.py", "_location.py"):
+    for name in ("cache", "_upkeep.py", "_venv.py", "_openapi.py", "_predictor.py", "_location.py", "_signals.py"):
         shutil.copy(ROOT / "scripts" / name, root / "scripts" / name)
     for name in ("requirements.txt", "requirements-local.txt"):
         (root / name).write_text("")
@@ -198,7 +199,7 @@ def test_compact_says_what_it_could_not_do(project: Path, store: DirectoryStore)
     next(Path(store.location).rglob("version.json")).unlink()
     done = run(project, "compact", "--store", store.location)
     assert done.returncode == 1
-    assert "its facts are missing" in done.stderr
+    assert "its key's facts are missing or not those of its digests; the next boot of that version" in done.stderr
 
 
 def test_prune_removes_what_it_is_told_to(project: Path, store: DirectoryStore) -> None:
@@ -308,3 +309,126 @@ def test_verify_of_nothing_asks_whether_the_location_is_right(project: Path, tmp
     done = run(project, "verify", "--store", str(tmp_path / "misspelt"))
     assert "No bundle was found in" in done.stdout
     assert "whole" not in done.stdout
+
+
+# --- What may not be read, and signals -------------------------------------------------------------------------------
+
+
+def run_without_privilege(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs the command without root's right to read what modes forbid."""
+    drop = ["setpriv", "--bounding-set=-dac_override,-dac_read_search", "--inh-caps=-all"] if os.geteuid() == 0 else []
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("WARMSTART_")}
+    return subprocess.run(
+        [*drop, sys.executable, project / "scripts/cache", *arguments],
+        cwd=project.parent, env=clean, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("command", ["ls", "explain", "verify", "compact"])
+@pytest.mark.parametrize("place", ["", "*/", "*/*/"], ids=["store", "environment", "version"])
+def test_a_directory_that_may_not_be_read_is_told(
+    project: Path, store: DirectoryStore, command: str, place: str
+) -> None:
+    if command == "explain":
+        ours = json_of(run(project, "explain", "--json", "--store", store.location))["key"]
+        [held] = Path(store.location).glob("*/*/")
+        shutil.copytree(held, Path(store.location) / ours["environment"] / ours["version"])
+        shutil.rmtree(held.parent)
+    [folder] = Path(store.location).glob(place) if place else [Path(store.location)]
+    folder.chmod(0)
+    done = run_without_privilege(project, command, "--store", store.location)
+    folder.chmod(0o755)
+    assert done.returncode == 1, done.stdout
+    assert f"cannot be read or written by the user {os.geteuid()}" in done.stderr
+    assert "chmod -R a+rX" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_bundle_that_may_not_be_read_is_named_and_the_others_count(project: Path, store: DirectoryStore) -> None:
+    bad, good = (item.name for item in store.bundles(key()))
+    [path] = Path(store.location).rglob(f"{bad}.tar.zst")
+    path.chmod(0)
+    done = run_without_privilege(project, "verify", "--store", store.location)
+    assert (done.returncode, done.stdout) == (1, "Something is damaged.\n")
+    [line] = [line for line in done.stderr.splitlines() if not line.endswith(": ok")]
+    assert bad[:12] in line
+    assert "Permission denied" in line
+    pushed = run_without_privilege(project, "push", "--store", store.location, "--to", "elsewhere")
+    assert (pushed.returncode, "1 were left behind" in pushed.stdout) == (1, True)
+    assert f"left behind: bundle {bad[:12]} of {store.location}: it cannot be read: " in pushed.stderr
+    assert [item.name for item in DirectoryStore(project.parent / "elsewhere").bundles(key())] == [good]
+
+
+def test_what_a_compaction_removes_meanwhile_is_not_damaged(project: Path, store: DirectoryStore) -> None:
+    gone = store.bundles(key())[0].name
+    removing = (
+        "import pathlib\nfrom warmstart.store import DirectoryStore as Store\nreal = Store.fetch\n"
+        "def fetch(self, key, item, into):\n"
+        f"    [path.unlink() for path in pathlib.Path({store.location!r}).rglob('{gone}.*')]\n"
+        "    real(self, key, item, into)\n"
+        "Store.fetch = fetch\n"
+    )
+    done = run_changed(project, removing, "cache", "verify", "--store", store.location)
+    out, errors = done.communicate(timeout=300)
+    assert (done.returncode, out) == (0, "All 1 bundles are whole.\n"), errors
+    assert "it was removed meanwhile" in errors
+
+
+def run_changed(project: Path, change: str, script: str, *arguments: str, **more: str) -> subprocess.Popen[str]:
+    """Starts a script in a process in which something was replaced before."""
+    code = f"import runpy, sys\n{change}\nsys.argv = {[script, *arguments]!r}\n"
+    code += f"runpy.run_path({str(project / 'scripts' / script)!r}, run_name='__main__')"
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("WARMSTART_")}
+    places = os.pathsep.join([str(ROOT), str(ROOT / "scripts")])
+    return subprocess.Popen(
+        [sys.executable, "-c", code], cwd=project.parent, env=clean | {"PYTHONPATH": places} | more,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    ("script", "arguments"),
+    [
+        ("cache", ["verify", "--store", "store"]),
+        ("cache", ["compact", "--store", "store"]),
+        ("cache", ["push", "--store", "store", "--to", "elsewhere"]),
+        ("build_cache", ["--check"]),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else value,
+)
+def test_a_signal_leaves_no_temporary_directory(
+    project: Path, store: DirectoryStore, script: str, arguments: list[str], number: int
+) -> None:
+    shutil.copy(ROOT / "scripts" / "build_cache", project / "scripts" / "build_cache")
+    (project / "predict.py").write_text(
+        "import time\nclass Predictor:\n    def setup(self):\n        print('ready', flush=True)\n"
+        "        try:\n            time.sleep(300)\n        except Exception:\n            pass\n"
+    )
+    waiting = (
+        "import time\nfrom warmstart import bundle\n"
+        "bundle.unpack = bundle.stage = lambda *_: (print('ready', flush=True), time.sleep(300))\n"
+    )
+    place = project.parent / "tmp"
+    place.mkdir()
+    process = run_changed(project, waiting, script, *arguments, TMPDIR=str(place))
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n", process.communicate()[1]
+        assert len(list(place.iterdir())) == 1
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=300)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 128 + number, errors
+    assert list(place.iterdir()) == []
+    assert "Traceback" not in errors
+
+
+def test_nohup_goes_on_without_its_terminal(project: Path, store: DirectoryStore) -> None:
+    change = "import os, signal\nfrom warmstart import bundle\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+    change += "real = bundle.unpack\nbundle.unpack = lambda *a: (os.kill(os.getpid(), signal.SIGHUP), real(*a))\n"
+    process = run_changed(project, change, "cache", "verify", "--store", store.location)
+    out, errors = process.communicate(timeout=300)
+    assert (process.returncode, out) == (0, "All 2 bundles are whole.\n"), errors

@@ -203,6 +203,23 @@ def test_notes_without_their_bundle_go_when_old(store: DirectoryStore, tmp_path:
     assert names(store, SIGNATURE) == names(store, COVERED) == {fresh, name}, "a fresh one may await its bundle"
 
 
+def test_old_notes_go_before_anything_is_fetched(
+    store: DirectoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A publisher that comes back with a removed bundle's name meanwhile would lose its new signature otherwise."""
+    publish_many(store, tmp_path)
+    run(store, tmp_path)
+    store.write_note(key(), "0" * 64, SIGNATURE, "x")
+    folder = Path(store.location) / key().environment_digest / key().version_digest
+    os.utime(folder / f"{'0' * 64}{SIGNATURE}", (time.time() - STALE_S - 60,) * 2)
+    steps: list[str] = []
+    for name in ("fetch", "remove"):
+        real = getattr(store, name)
+        monkeypatch.setattr(store, name, lambda *args, name=name, real=real: steps.append(name) or real(*args))
+    run(store, tmp_path)
+    assert steps == ["remove", "fetch", *["remove"] * 4]
+
+
 # --- A crash at any step, and others beside it -----------------------------------------------------------------------
 
 
@@ -384,6 +401,20 @@ def test_a_save_compacts_when_there_are_many(
     assert "warmstart: 4 bundles of" in capsys.readouterr().out
     assert restored(store, tmp_path) == contents(live)
     assert one.persist(LONG_S).outcome is PersistOutcome.NOTHING_NEW, "what is new to the store is not new to us"
+
+
+@pytest.mark.parametrize("name", ["environment.json", "version.json"])
+def test_a_save_with_nothing_new_repairs_the_facts(
+    store: DirectoryStore, tmp_path: Path, told: Callable[[], None], name: str
+) -> None:
+    publish(store, tmp_path, TREE)
+    [facts] = Path(store.location).rglob(name)
+    facts.write_bytes(b"{")
+    one = Cache([store], store, key(), tmp_path / "live", LIMITS)
+    one.restore(LONG_S)
+    assert one.persist(LONG_S).outcome is PersistOutcome.NOTHING_NEW
+    told()
+    assert [item.facts for item in store.keys()] == [key()]  # noqa: SIM118  a store is no mapping
 
 
 class Hanging(DirectoryStore):

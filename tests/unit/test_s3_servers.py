@@ -12,7 +12,7 @@ from artifacts import LIMITS, ROOT, contents, fill, key
 
 from warmstart.cache import Cache, RestoreOutcome
 from warmstart.compaction import CompactOutcome, compact
-from warmstart.store import BundleInfo, open_store
+from warmstart.store import SUFFIX, BundleInfo, ObjectStore, StoredFile, open_store
 from warmstart.trust import Secrets
 
 SECRET = "a-secret-of-some-length"
@@ -114,6 +114,38 @@ def test_a_reader_that_listed_before_a_compaction_restores_all(location: str, tm
     assert got.outcome is RestoreOutcome.RESTORED, got.reason
     assert contents(tmp_path / "live") == {f"own/{name}": name.encode() * 500 for name in REPLICAS}
     assert len(store.bundles(key())) == 1
+
+
+def test_a_listing_that_a_compaction_tears_misses_nothing(
+    location: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pages pass the place of the union before that is there, and those of what it covers after they went."""
+    store = open_store(location, Secrets(SECRET))
+    for name in REPLICAS:
+        fill(tmp_path / name, {f"own/{name}": name.encode() * 500})
+        assert Cache([store], store, key(), tmp_path / name, LIMITS).persist(300).name
+    assert compact(store, key(), tmp_path, LIMITS, grace_s=3600).outcome is CompactOutcome.COMPACTED
+    listings, real = [], ObjectStore._list
+
+    def torn(self: ObjectStore, prefix: str | None) -> list[tuple[tuple[str, str], StoredFile]]:
+        listings.append(prefix)
+        if len(listings) > 1:
+            return list(real(self, prefix))
+        before = {file for _, file in real(self, prefix)}
+        monkeypatch.setattr(ObjectStore, "_list", real)
+        extra = fill(tmp_path / "extra", {"own/a": b"a" * 500, "own/new": b"new"})
+        assert Cache([], store, key(), extra, LIMITS).persist(300).name
+        for _ in range(2):
+            assert compact(store, key(), tmp_path, LIMITS, grace_s=0).outcome is not CompactOutcome.FAILED
+        monkeypatch.setattr(ObjectStore, "_list", torn)
+        return [(place, file) for place, file in real(self, prefix) if file in before or file.suffix != SUFFIX]
+
+    monkeypatch.setattr(ObjectStore, "_list", torn)
+    got = Cache([store], None, key(), tmp_path / "live", LIMITS).restore(300)
+    assert got.outcome is RestoreOutcome.RESTORED, got.reason
+    wanted = {f"own/{name}": name.encode() * 500 for name in REPLICAS}
+    assert contents(tmp_path / "live") == wanted | {"own/new": b"new"}
+    assert len(listings) == 2
 
 
 def test_another_secret_is_refused(location: str, tmp_path: Path) -> None:

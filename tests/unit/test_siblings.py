@@ -91,6 +91,18 @@ def test_another_environment_is_no_sibling(store: DirectoryStore, tmp_path: Path
     assert "nearest stored key differs in its environment: device is" in explain(key(), [store])
 
 
+def test_only_the_own_environment_is_listed(
+    store: DirectoryStore, tmp_path: Path, live: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(store, tmp_path, TREE, key(dtype="fp32"))
+    asked: list[str | None] = []
+    real = store.keys
+    monkeypatch.setattr(store, "keys", lambda environment=None: asked.append(environment) or real(environment))
+    restore(store, live=live)
+    explain(key(), [store])
+    assert asked == [key().environment_digest] * 2
+
+
 def test_the_nearest_sibling_is_taken_from_whichever_store(store: DirectoryStore, tmp_path: Path, live: Path) -> None:
     shipped = DirectoryStore(tmp_path / "shipped")
     publish(store, tmp_path, {"ab/far": b"far"}, key(dtype="fp32", model="other"), at_s=2_000_000_000)
@@ -150,7 +162,7 @@ class Mute(DirectoryStore):
         super().__init__(Path("mute"))
         self.answer = answer
 
-    def keys(self) -> list[StoredKey]:
+    def keys(self, environment: str | None = None) -> list[StoredKey]:
         return self.answer()
 
 

@@ -2,11 +2,13 @@
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import stat
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import obstore
@@ -24,6 +26,7 @@ from warmstart.store import (
     ObjectStore,
     SignedStore,
     Store,
+    StoredFile,
     StoreError,
     open_store,
 )
@@ -235,6 +238,101 @@ def test_replicas_that_publish_at_once_lose_nothing(store: Store, tmp_path: Path
         replica.join()
     assert {item.name for item in store.bundles(key())} == {one.name for one in made}
     assert store.keys()[0].facts == key()
+
+
+def test_missing_and_damaged_facts_are_written_again(store: Store, made: Bundle, tmp_path: Path) -> None:
+    store.publish(key(), made.path, made.name)
+    places = [f"{key().environment_digest}/environment.json"]
+    places.append(f"{key().environment_digest}/{key().version_digest}/version.json")
+    size_bytes = len(json.dumps(dict(key().version), indent=2, sort_keys=True)) + 1
+    for place, text in itertools.product(places, (b"", b"{}", b"x" * size_bytes)):
+        put(store, {place: text}, tmp_path)
+        assert [item.facts for item in store.keys()] == [None]  # noqa: SIM118  a store is no mapping
+        store.write_facts(key())
+        assert [item.facts for item in store.keys()] == [key()]  # noqa: SIM118
+
+
+def test_one_environments_keys_are_listed_alone(store: Store, made: Bundle) -> None:
+    keys = [key(), key(dtype="fp32"), key(device="another")]
+    for one in keys:
+        store.publish(one, made.path, made.name)
+    found = [item.facts for item in store.keys(key().environment_digest)]
+    assert found == sorted(keys[:2], key=lambda one: one.version_digest)
+    assert store.keys("0" * 64) == []
+
+
+def test_facts_are_read_once_each(s3: str, made: Bundle) -> None:
+    """Counted, as seconds depend on the network: an environment's facts were read with each of its versions."""
+    store = ObjectStore(s3)
+    for number in range(12):
+        store.publish(key(dtype=f"fp{number}", device=f"gpu{number % 2}"), made.path, made.name)
+    real, asked = store._obstore, Counter[str]()
+
+    class Counting:
+        def __getattr__(self, name: str) -> object:
+            asked[name] += 1
+            return getattr(real, name)
+
+    store._obstore = Counting()  # type: ignore[assignment]
+    assert len(store.keys()) == 12
+    assert asked == {"list": 1, "get": 12 + 2}
+    asked.clear()
+    assert len(store.keys(key(device="gpu1").environment_digest)) == 6
+    assert asked == {"list": 1, "get": 6 + 1}
+
+
+def test_facts_that_cannot_be_read_are_an_error(s3: str, made: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ObjectStore(s3)
+    store.publish(key(), made.path, made.name)
+    monkeypatch.setattr(store, "_read_facts", lambda _: (_ for _ in ()).throw(StoreError("Access denied.")))
+    with pytest.raises(StoreError, match="Access denied"):
+        store.keys()
+
+
+# --- A listing is no snapshot ----------------------------------------------------------------------------------------
+
+
+def listing(names: str) -> list[StoredFile]:
+    """Bundles by a capital letter each; a small one is the note of a bundle."""
+    return [StoredFile(letter.upper(), SUFFIX if letter.isupper() else COVERED, 1, 0.0) for letter in names]
+
+
+@pytest.mark.parametrize(
+    ("answers", "changed", "asked", "names"),
+    [
+        (["AB"], False, 1, "AB"),
+        (["AaB"], False, 1, "AaB"),  # covered, and still there
+        (["aB", "aBC"], False, 2, "aBC"),  # A went meanwhile, into C
+        (["aB", "aB"], False, 2, "aB"),  # it went long ago
+        (["B", "BC"], True, 2, "BC"),
+        (["abC", "abcD", "abcDE"], False, 3, "abcDE"),  # the second one was torn too
+        (["aB", "abC", "abcD", "abcdE", "abcdeF", "x"], False, 5, "abcdeF"),
+    ],
+)
+def test_a_torn_listing_is_repeated_until_nothing_has_gone(
+    answers: list[str], changed: bool, asked: int, names: str
+) -> None:
+    left = list(answers)
+    assert stores._settled(lambda: (listing(left.pop(0)), changed)) == listing(names)
+    assert len(answers) - len(left) == asked
+
+
+def test_a_directory_that_changes_while_it_is_listed_is_listed_again(
+    made: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = DirectoryStore(tmp_path / "store")
+    store.publish(key(), made.path, made.name)
+    union, scandir = another(tmp_path, 1), os.scandir
+
+    def scan(folder: Path) -> object:
+        found = list(scandir(folder))
+        monkeypatch.setattr(os, "scandir", scandir)
+        store.publish(key(), union.path, union.name)
+        store.remove(key(), made.name, SUFFIX)
+        return found
+
+    monkeypatch.setattr(os, "scandir", scan)
+    assert [item.name for item in store.bundles(key())] == [union.name]
 
 
 # --- A directory -----------------------------------------------------------------------------------------------------
