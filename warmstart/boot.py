@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from warmstart import bundle, identity, inductor
 from warmstart.bundle import Limits
 from warmstart.cache import Cache, Persisted, PersistOutcome, Restored, RestoreOutcome, explain
+from warmstart.leftover import Leftover, UnfitError
 from warmstart.models import ModelError
 from warmstart.report import Evidence, Outcome, Report, Stopwatch, decide
 from warmstart.served import Served
@@ -124,6 +125,7 @@ class _Boot:
         self.stores: list[Store] = []
         self.cache: Cache | None = None
         self.live: inductor.LiveDirectory | None = None
+        self.leftover: Leftover | None = None
         with self.clock.phase("key"):
             self.device = identity.device(settings)
             self.key = identity.current_key(plan, sources=sources, settings=settings)
@@ -163,18 +165,31 @@ class _Boot:
     def _new_cache(self, live: inductor.LiveDirectory) -> Cache:
         target = self.stores[-1] if self.stores and self.publish else None
         limits = Limits(max_raw_bytes=self.settings.max_bundle_bytes)
-        return Cache(self.stores, target, self.key, live.path, limits)
+        if self.leftover is None:
+            return Cache(self.stores, target, self.key, live.path, limits)
+        cache = Cache(self.stores, target, self.key, live.path, limits, self.leftover.record)
+        cache.know(self.leftover.entries)
+        return cache
 
     def _prepare_live(self) -> inductor.LiveDirectory | None:
         preset = self.settings.live_dir or self.settings.torch_cache_dir
         name = f"{self.key.environment_digest[:16]}-{self.key.version_digest[:16]}"
         for place in dict.fromkeys((preset, "")):
             try:
-                return inductor.prepare(place, name)
+                live = inductor.prepare(place, name)
+                self.leftover = self._look_through(live) if place else None
+                return live
+            except UnfitError as error:
+                self.warnings.append(f"{error}; this boot uses a directory of its own")
             except OSError as error:
                 where = place or "a directory of our own under the temporary directory"
                 self.warnings.append(f"compiled code cannot be kept in {where}: {error.strerror}")
         return None
+
+    def _look_through(self, live: inductor.LiveDirectory) -> Leftover:
+        leftover = Leftover(live.path)
+        self.warnings += leftover.findings
+        return leftover
 
     def _stores(self) -> list[Store]:
         """The image's own store first, then the configured one; the last is written to."""
@@ -261,6 +276,8 @@ class _Boot:
         self.found = inductor.holds_code(live.path)
         had = inductor.kernels(live.path)
         before = inductor.counts()
+        if self.leftover is not None:
+            self.leftover.begin()
         try:
             self._warm(served)
         # The boundary: compiler, cache and disk may raise anything. Whether it was the model is asked in `_eager`.
@@ -269,7 +286,10 @@ class _Boot:
         finally:
             self.counts = inductor.counts() - before
             self.kernels_built = len(inductor.kernels(live.path) - had)
-        return self._failed_check()
+        cause = self._failed_check()
+        if self.leftover is not None and not cause:
+            self.leftover.end(self.cache.entries if self.cache is not None else ())
+        return cause
 
     def _remove_incomplete(self, live: inductor.LiveDirectory) -> None:
         try:
@@ -284,6 +304,7 @@ class _Boot:
             )
 
     def _attempt_cold(self, served: Served, live: inductor.LiveDirectory) -> str:
+        suspect, self.leftover = self.leftover, None
         self.live = inductor.set_aside(live, self.key.version_digest[:16])
         # A version's own broken bundles stay where they are, and what is added to them would not be used. What broke
         # was not its own if it came from a sibling, or lay in a directory that was set from outside.
@@ -292,7 +313,11 @@ class _Boot:
         self.restored = Restored(RestoreOutcome.FAILED, "what was restored broke the compile and was set aside")
         for region in self.regions:
             region.calls, region.counts, region.differences = 0, inductor.Counts(), []
-        return self._attempt(served, self.live)
+        cause = self._attempt(served, self.live)
+        if suspect is not None:
+            # Where it fails without these files too, they may be as good as any.
+            suspect.give_up() if cause else suspect.condemn()
+        return cause
 
     def _warm(self, served: Served) -> None:
         budget_s = self.settings.setup_budget_s
@@ -334,6 +359,8 @@ class _Boot:
 
     def _eager(self, served: Served, reason: str) -> tuple[Outcome, str]:
         """The last rung. What fails here too is the model's own fault."""
+        if self.leftover is not None:
+            self.leftover.give_up()
         if self.settings.compile == "required":
             raise CompileRequiredError(f"{reason}; WARMSTART_COMPILE=required makes that fatal.")
         for region in self.regions:

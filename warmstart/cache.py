@@ -95,8 +95,15 @@ class Cache:
     """One live directory, the stores it is filled from, and the one that its new files go to."""
 
     def __init__(
-        self, sources: Sequence[Store], target: Store | None, key: Key, live: Path, limits: Limits | None = None
+        self,
+        sources: Sequence[Store],
+        target: Store | None,
+        key: Key,
+        live: Path,
+        limits: Limits | None = None,
+        on_read: Callable[[Sequence[Entry]], None] | None = None,
     ) -> None:
+        """As the attributes say; `on_read` is told at each save which files there are, and with which digests."""
         self._sources = tuple(sources)
         self._target = target
         self._key = key
@@ -104,6 +111,7 @@ class Cache:
         self._limits = limits or Limits()
         self._kept: dict[tuple[str, str], int] = {}  # (path, sha256) -> bytes of what some bundle holds
         self._read: dict[str, tuple[FileStat, Entry]] = {}  # spares hashing a file again while its stat is the same
+        self._on_read = on_read
         self._inherited = Reads(live)
         self._saving = threading.Lock()
         self._compacting = threading.Lock()
@@ -180,6 +188,15 @@ class Cache:
         except queue.Empty:
             return _late(f"publishing to {self._target.location} did not end", deadline_s, started)
 
+    def know(self, entries: Iterable[Entry]) -> None:
+        """Takes the word for files that lie there already, which spares reading them at the first save."""
+        self._remember(entries)
+
+    @property
+    def entries(self) -> list[Entry]:
+        """The files that were restored, or read by a save."""
+        return [item for _, item in list(self._read.values())]
+
     def _remember(self, entries: Iterable[Entry]) -> None:
         for item in entries:
             found = bundles.stat_of(self._live, item.path)
@@ -240,6 +257,8 @@ class Cache:
                 # None while a neighbour still writes it: it is new next time.
                 if (item := bundles.entry(self._live, path)) is not None:
                     self._read[path] = found, item
+        if self._on_read is not None:
+            self._on_read(self.entries)
         unused = self._inherited.unread()
         return [
             item

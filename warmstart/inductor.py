@@ -125,8 +125,8 @@ def counts() -> Counts:
 
 
 def holds_code(live: Path) -> bool:
-    """Whether a live directory has anything that a compile may find; locks are only ever waited for."""
-    return any(path.is_file() and path.suffix != ".lock" for path in live.rglob("*"))
+    """Whether a live directory has anything that a compile may find; locks are waited for, dot files are our own."""
+    return any(path.is_file() and path.suffix != ".lock" and path.name[0] != "." for path in live.rglob("*"))
 
 
 def kernels(live: Path) -> frozenset[str]:
