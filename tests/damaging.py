@@ -2,6 +2,7 @@
 
 import random
 import shutil
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,11 +37,25 @@ def cut(path: Path, size_bytes: int) -> None:
     path.write_bytes(path.read_bytes()[:size_bytes])
 
 
-def flip(path: Path, at: int | None = None) -> None:
+def flip(path: Path) -> None:
+    """One bit: of a library in the middle of its machine code, since half of the file is notes for debuggers."""
     data = bytearray(path.read_bytes())
-    if data:
-        data[len(data) // 2 if at is None else at] ^= 0x10
+    where = code_of(data) if data.startswith(b"\x7fELF") else range(len(data))
+    if where:
+        data[where[len(where) // 2]] ^= 0x10
     path.write_bytes(data)
+
+
+def code_of(elf: bytes | bytearray) -> range:
+    """Where a 64-bit little-endian ELF file has the segment that is executed."""
+    start, size_bytes, count = (
+        struct.unpack_from(kind, elf, at)[0] for kind, at in (("<Q", 32), ("<H", 54), ("<H", 56))
+    )
+    for at in range(start, start + size_bytes * count, size_bytes):
+        what, flags, offset = struct.unpack_from("<IIQ", elf, at)
+        if (what, flags & 1) == (1, 1):
+            return range(offset, offset + struct.unpack_from("<Q", elf, at + 32)[0])
+    raise ValueError("no segment is executed")
 
 
 def to_directory(path: Path) -> None:

@@ -242,7 +242,7 @@ class _Boot:
         cause = self._attempt(served, self.live)
         if cause and self.found:
             self.warnings.append(f"with the restored cache the compile failed ({cause}); it was set aside")
-            cause = self._attempt_cold(served, self.live)
+            cause = self._attempt_cold(served, self.live, cause)
         if cause:
             return self._eager(served, f"the compile failed: {cause}")
         if not self.counts.graphs:
@@ -303,13 +303,15 @@ class _Boot:
                 f" {removed[0]} for one; they are built anew"
             )
 
-    def _attempt_cold(self, served: Served, live: inductor.LiveDirectory) -> str:
+    def _attempt_cold(self, served: Served, live: inductor.LiveDirectory, broken_by: str) -> str:
         suspect, self.leftover = self.leftover, None
+        restored, restorer, saved_before = self.restored, self.cache, len(self.saves)
         self.live = inductor.set_aside(live, self.key.version_digest[:16])
-        # A version's own broken bundles stay where they are, and what is added to them would not be used. What broke
-        # was not its own if it came from a sibling, or lay in a directory that was set from outside.
-        own = self.restored.bundles and not self.restored.inherited
-        self.cache = None if own else self._new_cache(self.live)
+        # What broke may be the version's own bundles, or what a directory that was set from outside held besides. Not
+        # knowing which, the same paths are not published twice; the next boot finds that directory without them.
+        own = restored.bundles and not restored.inherited
+        mixed = suspect is not None and not suspect.was_empty
+        self.cache = None if own and mixed else self._new_cache(self.live)
         self.restored = Restored(RestoreOutcome.FAILED, "what was restored broke the compile and was set aside")
         for region in self.regions:
             region.calls, region.counts, region.differences = 0, inductor.Counts(), []
@@ -317,6 +319,10 @@ class _Boot:
         if suspect is not None:
             # Where it fails without these files too, they may be as good as any.
             suspect.give_up() if cause else suspect.condemn()
+        if own and not mixed and not cause and restorer is not None:
+            better = {saved.name for saved in self.saves[saved_before:] if saved.outcome is PersistOutcome.PUBLISHED}
+            if told := restorer.condemn(better, broken_by, self.settings.persist_deadline_s):
+                self.warnings.append(told)
         return cause
 
     def _warm(self, served: Served) -> None:

@@ -7,6 +7,7 @@ at its deadline, and the live directory is touched by the calling thread alone, 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import enum
 import itertools
 import queue
@@ -23,11 +24,11 @@ from warmstart import siblings
 from warmstart.bundle import TEMPORARY_PREFIX, BundleError, Entry, FileStat, Limits
 from warmstart.compaction import CompactOutcome, compact
 from warmstart.key import Key, nearest
-from warmstart.store import STALE_S, Address, BundleInfo, Store
+from warmstart.store import BROKEN, STALE_S, Address, BundleInfo, Store
 from warmstart.usage import Reads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence, Set
 
 COMPACT_ABOVE = 16
 """A version with more bundles than this, each a request of its own at boot, gets one that holds them all."""
@@ -38,6 +39,7 @@ _PARALLEL_PER_STORE = 4
 _REMOVE_PASSES = 10
 _TOLD = 3
 _LONGEST_S = threading.TIMEOUT_MAX / 2  # what waits accept
+_BROKEN = "a boot noted that its files break the compile"
 
 
 class RestoreOutcome(enum.Enum):
@@ -113,6 +115,7 @@ class Cache:
         self._read: dict[str, tuple[FileStat, Entry]] = {}  # spares hashing a file again while its stat is the same
         self._on_read = on_read
         self._inherited = Reads(live)
+        self._used: frozenset[str] = frozenset()  # names of the version's own bundles that were restored
         self._saving = threading.Lock()
         self._compacting = threading.Lock()
 
@@ -149,7 +152,9 @@ class Cache:
         inherited = sibling.key.version_digest
         return replace(found, outcome=outcome, reason=reason, skipped=skipped, inherited=inherited)
 
-    def _take(self, key: Key, ends: float, deadline_s: float) -> tuple[Restored, list[Entry]]:
+    def _take(
+        self, key: Key, ends: float, deadline_s: float, avoid: Set[str] = frozenset()
+    ) -> tuple[Restored, list[Entry]]:
         """Restores one key's bundles, this version's or a sibling's; also returns what was put in place."""
         try:
             self._live.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -158,12 +163,53 @@ class Cache:
         except OSError as error:
             reason = f"the live directory cannot be written ({error.strerror}), so nothing was restored into it"
             return Restored(RestoreOutcome.FAILED, reason), []
-        work = _Restore(self._sources, key, self._live, self._limits, staging)
+        work = _Restore(self._sources, key, self._live, self._limits, staging, broken={*avoid})
         try:
             work.run(ends)
         finally:
             work.abandon()
+        if key == self._key:
+            self._used = frozenset(work.used)
+        # Installed before another store's list came that notes it as broken: what other bundles have goes over it.
+        if work.used & work.broken - avoid and time.monotonic() < ends:
+            return self._take(key, ends, deadline_s, work.broken)
         return work.result(deadline_s), work.installed
+
+    def condemn(self, better: Collection[str], why: str, deadline_s: float) -> str:
+        """Notes on the version's bundles that were restored here that their files break the compile.
+
+        A note costs the others one cold boot at most, so it is written only where there is something better, and a
+        save that makes the very same bundle again removes it. Every reader believes it, signed or not: whoever can
+        write it could as well delete the bundle.
+
+        Args:
+            better: names of the bundles that were published instead; one of them that was restored is not broken.
+            why: what the compile said.
+            deadline_s: how long to wait for the store.
+
+        Returns:
+            What was done, in words; "" for nothing.
+        """
+        target, names = self._target, sorted(self._used.difference(better))
+        if target is None or not better or not names:
+            return ""
+        told = [f"bundles of {target.location} could not be noted as broken within {deadline_s:g} s"]
+        text = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC: {why}\n"
+
+        def work() -> None:
+            try:
+                for name in names:
+                    target.write_note(self._key, name, BROKEN, text)
+                told[0] = f"{_count(len(names), 'bundle')}, {names[0][:12]} for one, noted as broken; not used again"
+            # The boundary, as in a save: without the note the next boot finds out again.
+            except BaseException as error:  # noqa: BLE001
+                told[0] = f"bundles of {target.location} could not be noted as broken: {_cause(error)}"
+
+        thread = threading.Thread(target=work, name="warmstart-condemn", daemon=True)
+        with contextlib.suppress(RuntimeError):  # the container's limit of threads
+            thread.start()
+            thread.join(min(deadline_s, _LONGEST_S))
+        return told[0]
 
     def persist(self, deadline_s: float = 60.0) -> Persisted:
         """Publishes the live directory's files that no bundle holds yet; safe from any thread."""
@@ -241,6 +287,9 @@ class Cache:
         with tempfile.TemporaryDirectory(prefix=TEMPORARY_PREFIX, dir=self._live, ignore_cleanup_errors=True) as place:
             packed = bundles.pack(self._live, chosen, Path(place), self._limits)
             new = target.publish(self._key, packed.path, packed.name)
+            if not new:
+                # The same bytes again: they are not broken, the machine was where they broke.
+                target.remove(self._key, packed.name, BROKEN)
         self._kept |= {(item.path, item.sha256): item.size_bytes for item in chosen}
         verb = "published" if new else "found already published"
         reason = f"{verb} {len(chosen)} files ({size(packed.raw_bytes)}) as {packed.name[:12]} in {target.location}"
@@ -316,7 +365,7 @@ def usable(store: Store, key: Address) -> tuple[list[BundleInfo], str]:
     Raises:
         OSError, StoreError: the store cannot be read.
     """
-    doubts = {item: store.doubt(key, item.name) for item in store.bundles(key)}
+    doubts = {item: _BROKEN if item.broken else store.doubt(key, item.name) for item in store.bundles(key)}
     return [item for item, doubt in doubts.items() if not doubt], next(filter(None, doubts.values()), "")
 
 
@@ -366,6 +415,7 @@ class _Restore:
     limits: Limits
     staging: Path
     installed: list[Entry] = field(default_factory=list)
+    broken: set[str] = field(default_factory=set)  # names that some source notes as broken
 
     def __post_init__(self) -> None:
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
@@ -419,6 +469,11 @@ class _Restore:
         """Tells threads that still wait for a store to end without a trace, and removes what they staged."""
         self._abandoned.set()
         _remove(self.staging)
+
+    @property
+    def used(self) -> set[str]:
+        """Names of the bundles that are in place."""
+        return self._done
 
     def result(self, deadline_s: float) -> Restored:
         skipped = list(self._skipped)
@@ -474,6 +529,7 @@ class _Restore:
                 self._relist(event.source)
                 return
             self._listed[event.source] = {found.name for found in event.found}
+            self.broken |= {found.name for found in event.found if found.broken}
             for found in event.found:
                 self._consider(event.source, found)
         elif isinstance(event, _Staged):
@@ -483,6 +539,9 @@ class _Restore:
 
     def _consider(self, source: int, found: BundleInfo) -> None:
         if found.name in self._done:
+            return
+        if found.name in self.broken:
+            self._skip(source, found.name, _BROKEN)
             return
         if found.name in self._elsewhere:
             self._elsewhere[found.name].append((source, found))

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from warmstart import bundle as bundles
 from warmstart.bundle import SUFFIX, TEMPORARY_PREFIX, BundleError, Entry, Limits
-from warmstart.store import COVERED, STALE_S, Address, BundleInfo, Store, StoredFile
+from warmstart.store import BROKEN, COVERED, STALE_S, Address, BundleInfo, Store, StoredFile
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -94,13 +94,13 @@ def compact(
 
 
 def uncovered(files: Sequence[StoredFile], notes: Mapping[str, str]) -> list[StoredFile]:
-    """The bundles whose files no other listed bundle is noted to hold, oldest first.
+    """The bundles whose files no other listed bundle is noted to hold, oldest first; those noted as broken are none.
 
     Args:
         files: what the store lists.
         notes: of bundles with a note, which bundle covers it.
     """
-    listed = {file.name: file for file in files if file.suffix == SUFFIX}
+    listed = _listed(files)
     found = [file for name, file in listed.items() if _cover_of(name, listed, notes) is None]
     return sorted(found, key=lambda file: (file.modified_s, file.name))
 
@@ -132,9 +132,10 @@ class _Compaction:
     def sweep(self) -> int:
         """Removes what has been covered for long, and notes that have lost their bundle; returns how many bundles."""
         listed = {file.name: file for file in self.files if file.suffix == SUFFIX}
+        whole = _listed(self.files)
         goes: dict[str, list[str]] = {}
         for file in self.files:
-            cover = _cover_of(file.name, listed, self.notes) if file.name in listed else None
+            cover = _cover_of(file.name, whole, self.notes) if file.name in whole else None
             if file.suffix == COVERED and cover is not None and self._is_older(file, self.grace_s):
                 goes.setdefault(cover, []).append(file.name)
         removed = {name for cover, names in goes.items() for name in self._remove(listed[cover], names)}
@@ -239,6 +240,12 @@ class _Compaction:
     def _check_time(self) -> None:
         if self.deadline is not None and time.monotonic() > self.deadline:
             raise LateError("the deadline came before the bundles were packed into one")
+
+
+def _listed(files: Sequence[StoredFile]) -> dict[str, StoredFile]:
+    """The bundles that a boot would use, by name; what a broken one covers is not covered."""
+    broken = {file.name for file in files if file.suffix == BROKEN}
+    return {file.name: file for file in files if file.suffix == SUFFIX and file.name not in broken}
 
 
 def _cover_of(name: str, listed: Mapping[str, StoredFile], notes: Mapping[str, str]) -> str | None:

@@ -65,7 +65,7 @@ Cache.restore = lambda self, deadline_s: Restored(RestoreOutcome.NOTHING, "left 
     assert booted.pictures == first.pictures
 
 
-def test_code_that_breaks_the_compile_is_set_aside_and_the_boot_is_cold(boot, filled, tmp_path):
+def test_code_that_breaks_the_compile_is_set_aside_once_and_never_used_again(boot, filled, tmp_path):
     """A whole, rightly named bundle whose library cannot be loaded."""
     store, first = filled
     broken = tmp_path / "store"
@@ -74,7 +74,13 @@ def test_code_that_breaks_the_compile_is_set_aside_and_the_boot_is_cold(boot, fi
     booted = boot(broken, draw=SEVEN, before=ONE, environment=SMALL)
     assert booted.report["outcome"] == "cold"
     assert any("set aside" in warning for warning in booted.report["warnings"])
+    assert any("noted as broken" in warning for warning in booted.report["warnings"])
     assert booted.pictures == first.pictures
+    healed = boot(broken, draw=SEVEN, before=ONE, environment=SMALL)
+    assert healed.report["outcome"] == "warm"
+    assert (healed.counts["fx_hits"], healed.counts["fx_misses"], healed.counts["kernels_built"]) == (1, 0, 0)
+    assert "noted that its files break the compile" in healed.report["restored"]["reason"]
+    assert healed.pictures == first.pictures
 
 
 def test_a_region_that_differs_from_eager_is_not_served(boot, right, filled):

@@ -41,7 +41,8 @@ def boot(root: Path, more: dict[str, bytes] | None = None) -> Leftover:
 def die(root: Path, more: dict[str, bytes]) -> None:
     """A boot in a process of its own that is killed in its warm-up."""
     code = (
-        "import os, sys\nfrom pathlib import Path\nfrom artifacts import fill\nfrom warmstart.leftover import Leftover\n"
+        "import os, sys\nfrom pathlib import Path\n"
+        "from artifacts import fill\nfrom warmstart.leftover import Leftover\n"
         "root = Path(sys.argv[1])\nLeftover(root).begin()\nfill(root, eval(sys.argv[2]))\nos.kill(os.getpid(), 9)"
     )
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'unit'}"}
