@@ -170,8 +170,10 @@ class Cache:
             work.abandon()
         if key == self._key:
             self._used = frozenset(work.used)
-        # Installed before another store's list came that notes it as broken: what other bundles have goes over it.
+        # Installed before another store's list came that notes it as broken: what other bundles have goes over it, and
+        # what they lack is not published again.
         if work.used & work.broken - avoid and time.monotonic() < ends:
+            self._kept |= {(item.path, item.sha256): item.size_bytes for item in work.installed}
             return self._take(key, ends, deadline_s, work.broken)
         return work.result(deadline_s), work.installed
 

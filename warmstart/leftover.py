@@ -81,6 +81,9 @@ class Leftover:
     def _look_through(self) -> None:
         recorded = _read_record(self._root)
         dead = list(self._dead_marks())
+        if self._alone:
+            for path in self._root.glob(f"{TEMPORARY_PREFIX}*.tmp"):  # a record or a mark whose writer was killed
+                path.unlink(missing_ok=True)
         self._remove(self._unusable(), "links to nowhere, or locks that cannot be opened")
         changed = []
         for path, item in (recorded or {}).items():

@@ -131,6 +131,7 @@ def test_what_a_killed_compiler_left_in_a_set_directory_is_built_anew(boot, fill
         library.write_bytes(library.read_bytes()[:3000])
     kernels = [library for library in libraries if library.name.endswith(".main.so")]
     kernels[0].write_bytes(b"")
+    (preset / ".warmstart-files.json").unlink()
     shutil.rmtree(preset / "fxgraph")
     shutil.rmtree(preset / "aotautograd")
     booted = boot(tmp_path / "other", draw=SEVEN, before=ONE, environment=environment)
