@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from artifacts import GRAPH, ROOT, TREE, contents, elf, fill
+from artifacts import GRAPH, LIMITS, ROOT, TREE, contents, elf, fill, key
 
-from warmstart import leftover
+from warmstart import bundle, cache, inductor, leftover
 from warmstart.leftover import MARK, RECORD, Leftover, UnfitError
+from warmstart.store import DirectoryStore
 
 LIBRARY = "ab/kernel.main.so"
 FILES = {**TREE, LIBRARY: elf()}
@@ -209,3 +210,55 @@ def test_the_lock_is_held_while_the_process_lives(live: Path) -> None:
     close(here)
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.close(descriptor)
+
+
+def test_dot_files_of_ours_are_no_code_and_no_stale_temporary_ones(tmp_path: Path) -> None:
+    boot(tmp_path)
+    for path in tmp_path.iterdir():
+        os.utime(path, (0, 0))
+    before = contents(tmp_path)
+    assert RECORD in before
+    assert not inductor.holds_code(tmp_path)
+    cache._remove_stale(tmp_path)
+    assert contents(tmp_path) == before
+
+
+def test_a_save_tells_the_record_what_it_read_and_reads_nothing_twice(
+    live: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = Leftover(live)
+    store = DirectoryStore(tmp_path / "store")
+    saving = cache.Cache([store], store, key(), live, LIMITS, here.record)
+    saving.know(here.entries)
+    read = []
+    entry = bundle.entry
+    monkeypatch.setattr(bundle, "entry", lambda root, path: read.append(path) or entry(root, path))
+    fill(live, {"cd/new.py": b"new"})
+    assert saving.persist().files == len(FILES) + 1
+    assert read == ["cd/new.py"]
+    assert set(leftover._read_record(live)) == {*FILES, "cd/new.py"}
+    here.end(saving.entries)
+    assert read == ["cd/new.py"]
+
+
+def test_a_library_that_nobody_can_read_is_removed_and_a_directory_is_left(tmp_path: Path) -> None:
+    fill(tmp_path, {"ab/closed.so": elf(), "ab/whole.so": elf(), "ab/directory.so/x": b""})
+    (tmp_path / "ab/closed.so").chmod(0)
+    code = "import sys\nfrom pathlib import Path\nfrom warmstart import bundle\n"
+    code += "print(bundle.remove_incomplete(Path(sys.argv[1])))"
+    command = ["unshare", "--user", "--map-user=1000", "--map-group=1000", sys.executable, "-c", code, str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "['ab/closed.so']\n", done.stderr
+    assert {path.name for path in (tmp_path / "ab").iterdir()} == {"whole.so", "directory.so"}
+
+
+def test_a_directory_in_the_place_of_a_file_is_not_that_file(tmp_path: Path) -> None:
+    item = bundle.entry(fill(tmp_path, {"ab/x": b"1"}), "ab/x")
+    assert item is not None
+    assert bundle.is_whole(tmp_path, item)
+    (tmp_path / "ab/x").unlink()
+    (tmp_path / "ab/x").mkdir()
+    opened = len(list(Path("/proc/self/fd").iterdir()))
+    assert not bundle.is_whole(tmp_path, item)
+    assert len(list(Path("/proc/self/fd").iterdir())) == opened
