@@ -1,17 +1,23 @@
 """Bundles whose files broke a compile: noted beside them, passed over by every reader, and healed by better ones."""
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from artifacts import LIMITS, TREE, contents, fill, key, packed
 
-from warmstart import compaction, upkeep
-from warmstart.cache import Cache, PersistOutcome, RestoreOutcome, explain, usable
+from warmstart import boot as boot_function
+from warmstart import compaction, inductor, upkeep
+from warmstart.cache import Cache, PersistOutcome, Restored, RestoreOutcome, explain, usable
+from warmstart.leftover import Leftover
 from warmstart.store import BROKEN, COVERED, DirectoryStore, SignedStore, Store, open_store
 from warmstart.trust import Secrets
 
 LONG_S = 300.0
+# The package has the function of that name in place of the module.
+boot_module = sys.modules[boot_function.__module__]
 SECRET = "0123456789abcdef"
 
 
@@ -117,3 +123,40 @@ def test_a_copy_leaves_broken_bundles_behind_and_a_prune_removes_them(store: Dir
     assert names(upkeep.broken(version)) == {bad}
     upkeep.remove_broken(store, version)
     assert [(file.name, file.suffix) for file in store.files(key())] == [(good, ".tar.zst")]
+
+
+@pytest.mark.parametrize("case", ["healed", "other files too", "fails again", "inherited"])
+def test_a_boot_condemns_only_what_it_knows_to_be_guilty(
+    store: DirectoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    bad = publish(store, tmp_path, {"ab/1": b"broken"})
+    retry = inductor.LiveDirectory(tmp_path / "retry", "a new one")
+    monkeypatch.setattr(inductor, "set_aside", lambda live, name: retry)
+    here = object.__new__(boot_module._Boot)
+    here.key, here.stores, here.publish, here.regions, here.warnings, here.saves = key(), [store], True, [], [], []
+    here.settings = SimpleNamespace(max_bundle_bytes=1 << 30, persist_deadline_s=LONG_S)
+    here.leftover = None
+    if case == "other files too":
+        here.leftover = Leftover(fill(tmp_path / "live", {"ab/theirs": b"x"}))
+    here.cache, _ = boot(store, tmp_path / "live")
+    inherited = "1234" if case == "inherited" else None
+    here.restored = Restored(RestoreOutcome.RESTORED, "", bundles=1, inherited=inherited)
+    if case == "inherited":
+        here.cache._used = frozenset()
+
+    def attempt(served: object, live: inductor.LiveDirectory) -> str:
+        if here.cache is not None:
+            fill(live.path, {"ab/1": b"right"})
+            here.saves.append(here.cache.persist(LONG_S))
+        return "again" if case == "fails again" else ""
+
+    monkeypatch.setattr(here, "_attempt", attempt)
+    here._attempt_cold(None, inductor.LiveDirectory(tmp_path / "live", ""), "InductorError: no")
+    note = store.note(key(), bad, BROKEN)
+    assert (note is not None) == (case == "healed")
+    assert len(store.bundles(key())) == (1 if case == "other files too" else 2)
+    if note is not None:
+        assert "InductorError: no" in note
+        assert "noted as broken" in here.warnings[-1]
+        boot(store, tmp_path / "next")
+        assert contents(tmp_path / "next") == {"ab/1": b"right"}
