@@ -82,8 +82,8 @@ class Leftover:
         recorded = _read_record(self._root)
         dead = list(self._dead_marks())
         if self._alone:
-            for path in self._root.glob(f"{TEMPORARY_PREFIX}*.tmp"):  # a record or a mark whose writer was killed
-                path.unlink(missing_ok=True)
+            for stale in self._root.glob(f"{TEMPORARY_PREFIX}*.tmp"):  # a record or a mark whose writer was killed
+                stale.unlink(missing_ok=True)
         self._remove(self._unusable(), "links to nowhere, or locks that cannot be opened")
         changed = []
         for path, item in (recorded or {}).items():
