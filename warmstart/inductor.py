@@ -91,6 +91,7 @@ def _own(name: str) -> LiveDirectory:
 def set_aside(live: LiveDirectory, name: str) -> LiveDirectory:
     """Leaves a live directory whose files break the compile, and goes on in a new, empty one."""
     import torch
+    from torch._inductor import cpu_vec_isa
     from torch._inductor.utils import clear_caches
 
     path = Path(tempfile.mkdtemp(prefix=f"warmstart-{name}-retry-"))
@@ -98,6 +99,13 @@ def set_aside(live: LiveDirectory, name: str) -> LiveDirectory:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(path)
     torch._dynamo.reset()
     clear_caches()
+    # Torch keeps what its probes said of the processor, and a broken probe says that it has no vector units. Not among
+    # the caches that `clear_caches` knows in torch 2.13; to be taken out when it is.
+    cpu_vec_isa.valid_vec_isa_list.cache_clear()
+    for kind in (cpu_vec_isa.VecISA, *cpu_vec_isa.VecISA.__subclasses__()):
+        for value in vars(kind).values():
+            if hasattr(value, "cache_clear"):
+                value.cache_clear()
     return LiveDirectory(path, f"in place of {live.path}, whose files broke the compile")
 
 
