@@ -97,7 +97,9 @@ def prune(stores: Sequence[Store], rules: Rules, spare: Key | None, *, dry_run: 
             _say(f"{store.location} {heading(item.stored)}: {'would go' if dry_run else 'goes'}, {_told(item)}")
             if not dry_run:
                 upkeep.remove(store, item)
+        bad = _prune_broken(store, [item for item in found if item not in chosen], dry_run)
         rows.append({"location": store.location, "versions": len(found), "removed": [_version_row(i) for i in chosen]})
+        rows[-1]["broken"] = bad
         total_bytes = sum(item.size_bytes for item in chosen)
         if not as_json:
             verb = "would go" if dry_run else "went"
@@ -105,6 +107,19 @@ def prune(stores: Sequence[Store], rules: Rules, spare: Key | None, *, dry_run: 
     if as_json:
         _print_json({"dry_run": dry_run, "stores": rows})
     return 0
+
+
+def _prune_broken(store: Store, found: Sequence[Version], dry_run: bool) -> list[str]:
+    """Remove bundles that no boot uses, as one noted that they are broken; whatever version they are of."""
+    names = []
+    for item in found:
+        for bundle in upkeep.broken(item):
+            verb = "would go" if dry_run else "goes"
+            _say(f"{store.location} {heading(item.stored)} bundle {bundle.name[:12]}: {verb}, it is noted as broken")
+            names.append(bundle.name)
+        if not dry_run:
+            upkeep.remove_broken(store, item)
+    return names
 
 
 def copy(source: Store, target: Store, *, as_json: bool) -> int:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from warmstart import bundle, identity, inductor, process
 from warmstart.bundle import Limits
 from warmstart.cache import Cache, Persisted, PersistOutcome, Restored, RestoreOutcome, explain
+from warmstart.leftover import Leftover, UnfitError
 from warmstart.live import LiveDirectory, headers_in, prepare, set_aside, stand_in
 from warmstart.models import ModelError
 from warmstart.report import Evidence, Outcome, Report, Stopwatch, decide, say
@@ -135,6 +136,7 @@ class _Boot:
         self.cache: Cache | None = None
         self.ready = False
         self.live: LiveDirectory | None = None
+        self.leftover: Leftover | None = None
         self.nowhere = ""
         with self.clock.phase("key"):
             self.device = identity.device(settings)
@@ -191,11 +193,23 @@ class _Boot:
         with contextlib.suppress(OSError):
             reserve_bytes = min(reserve_bytes, shutil.disk_usage(live.path).total // 8)
         limits = Limits(max_raw_bytes=self.settings.max_bundle_bytes, reserve_bytes=reserve_bytes)
-        return Cache(self.stores, target, self.key, live.path, limits)
+        if self.leftover is None:
+            return Cache(self.stores, target, self.key, live.path, limits)
+        cache = Cache(self.stores, target, self.key, live.path, limits, self.leftover.record)
+        cache.know(self.leftover.entries)
+        return cache
 
     def _prepare_live(self) -> LiveDirectory | None:
         name = f"{self.key.environment_digest[:16]}-{self.key.version_digest[:16]}"
-        live, refused = prepare(self.settings.live_dir or self.settings.torch_cache_dir, name)
+        preset = self.settings.live_dir or self.settings.torch_cache_dir
+        live, refused = prepare(preset, name)
+        if live is not None and preset and live.path == Path(preset).absolute():
+            try:
+                self.leftover = Leftover(live.path)
+                self.warnings += self.leftover.findings
+            except (UnfitError, OSError) as error:
+                self.warnings.append(f"{error}; this boot uses a directory of its own")
+                live, refused = prepare("", name)
         self.nowhere = f"there is no place for compiled code: not {', not '.join(refused)}"
         if live is not None and refused:
             self.warnings.append(f"compiled code cannot be kept in {', nor in '.join(refused)}; it is in {live.path}")
@@ -252,7 +266,7 @@ class _Boot:
         cause = self._attempt(served, self.live)
         if cause and self.found:
             self.warnings.append(f"with the restored cache the compile failed ({cause}); it was set aside")
-            cause = self._attempt_cold(served, self.live)
+            cause = self._attempt_cold(served, self.live, cause)
         if cause:
             return self._eager(served, f"the compile failed: {cause}")
         if not self.counts.graphs:
@@ -295,6 +309,8 @@ class _Boot:
         self.found = inductor.holds_code(live.path)
         had = inductor.kernels(live.path)
         before = inductor.counts()
+        if self.leftover is not None:
+            self.leftover.begin()
         try:
             self._warm(served)
         # The boundary: compiler, cache and disk may raise anything. Whether it was the model is asked in `_eager`.
@@ -303,7 +319,10 @@ class _Boot:
         finally:
             self.counts = inductor.counts() - before
             self.kernels_built = len(inductor.kernels(live.path) - had)
-        return self._failed_check()
+        cause = self._failed_check()
+        if self.leftover is not None and not cause:
+            self.leftover.end(self.cache.entries if self.cache is not None else ())
+        return cause
 
     def _remove_incomplete(self, live: LiveDirectory) -> None:
         try:
@@ -317,20 +336,37 @@ class _Boot:
                 f" {removed[0]} for one; they are built anew"
             )
 
-    def _attempt_cold(self, served: Served, live: LiveDirectory) -> str:
+    def _attempt_cold(self, served: Served, live: LiveDirectory, broken_by: str) -> str:
         aside, refused = set_aside(live, self.key.version_digest[:16])
         if aside is None:
             return f"and there is no other place for compiled code: not {', not '.join(refused)}"
         self.live = aside
         inductor.forget()
-        # A version's own broken bundles stay where they are, and what is added to them would not be used. What broke
-        # was not its own if it came from a sibling, or lay in a directory that was set from outside.
-        own = self.restored.bundles and not self.restored.inherited
-        self._use(None if own else self._new_cache(self.live))
+        suspect, self.leftover = self.leftover, None
+        restored, restorer = self.restored, self.cache
+        # What broke may be the version's own bundles, or what a directory that was set from outside held besides. Not
+        # knowing which, the same paths are not published twice; the next boot finds that directory without them.
+        own = restored.bundles and not restored.inherited
+        mixed = suspect is not None and not suspect.was_empty
+        self._use(None if own and mixed else self._new_cache(self.live))
         self.restored = Restored(RestoreOutcome.FAILED, "what was restored broke the compile and was set aside")
         for region in self.regions:
             region.calls, region.counts, region.differences = 0, inductor.Counts(), []
-        return self._attempt(served, self.live)
+        cause = self._attempt(served, self.live)
+        if suspect is not None:
+            # Where it fails without these files too, they may be as good as any.
+            suspect.give_up() if cause else suspect.condemn()
+        if own and not mixed and not cause and restorer is not None:
+            self._condemn(restorer, broken_by)
+        return cause
+
+    def _condemn(self, restorer: Cache, broken_by: str) -> None:
+        """Has bundles noted as broken once what was compiled in their place is saved, for which this one waits."""
+        deadline_s = self.settings.persist_deadline_s
+        self.savers[-1].settle(deadline_s)
+        better = {saved.name for saved in self.savers[-1].saves if saved.outcome is PersistOutcome.PUBLISHED}
+        if told := restorer.condemn(better, broken_by, deadline_s):
+            self.warnings.append(told)
 
     def _warm(self, served: Served) -> None:
         budget_s = self.settings.setup_budget_s
@@ -401,6 +437,8 @@ class _Boot:
 
     def _eager(self, served: Served, reason: str) -> tuple[Outcome, str]:
         """The last rung. What fails here too is the model's own fault."""
+        if self.leftover is not None:
+            self.leftover.give_up()
         if self.settings.compile == "required":
             raise CompileRequiredError(f"{reason}; WARMSTART_COMPILE=required makes that fatal.")
         for region in self.regions:

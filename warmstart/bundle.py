@@ -153,8 +153,17 @@ def entry(root: Path, path: str) -> Entry | None:
     return Entry(path, before.st_size, digest, bool(before.st_mode & stat.S_IXUSR))
 
 
+def is_whole(root: Path, item: Entry) -> bool:
+    """Whether a file is there, can be read, and is what its entry says; a link is not."""
+    descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        return _is_there(descriptor, item.path, item)
+    finally:
+        os.close(descriptor)
+
+
 def remove_incomplete(root: Path) -> list[str]:
-    """Removes libraries and objects that a killed compiler left half written, and names them.
+    """Removes libraries and objects that a killed compiler left half written, or that nobody can read; names them.
 
     Inductor takes a file that exists for a built one, so each later process would fail on it, crash in the loader, or
     take a cut-off test of the processor for a processor without vector units. What is being built now is locked.
@@ -166,12 +175,19 @@ def remove_incomplete(root: Path) -> list[str]:
         if not _lock_is_held(root, path):
             # Gone meanwhile, or not ours to remove: then it is not ours to use either, and the compile will tell.
             with contextlib.suppress(OSError):
-                with _open_regular(f"{root}/{path}") as file:
-                    if _elf_is_complete(file, os.fstat(file.fileno()).st_size):
-                        continue
+                if _is_complete(root, path):
+                    continue
                 (root / path).unlink()
                 removed.append(path)
     return removed
+
+
+def _is_complete(root: Path, path: str) -> bool:
+    try:
+        with _open_regular(f"{root}/{path}") as file:
+            return _elf_is_complete(file, os.fstat(file.fileno()).st_size)
+    except PermissionError:
+        return False
 
 
 def pack(root: Path, entries: Sequence[Entry], directory: Path, limits: Limits) -> Bundle:
@@ -378,7 +394,8 @@ def _check_places(paths: Sequence[str]) -> None:
                 raise BundleError(f"The path {folder!r} is listed as a file and as a directory.")
 
 
-def _index(entries: Sequence[Entry]) -> bytes:
+def to_index(entries: Sequence[Entry]) -> bytes:
+    """Writes entries as a bundle's index does, as JSON."""
     files = [
         {"path": item.path, "size": item.size_bytes, "sha256": item.sha256}
         | ({"executable": True} if item.executable else {})
@@ -435,7 +452,7 @@ def _write_tar(root: Path, entries: Sequence[Entry], sink: _CountingSink) -> Non
         _LEVEL, write_checksum=True, write_content_size=False, threads=_THREADS, job_size=_JOB_BYTES
     )
     compressor = zstandard.ZstdCompressor(compression_params=parameters)
-    index = _index(entries)
+    index = to_index(entries)
     with compressor.stream_writer(cast("IO[bytes]", sink), closefd=False) as out:
         out.write(_header("index.json", len(index)) + index + _padding(len(index)))
         for item in entries:
@@ -590,12 +607,17 @@ def _read_index(source: _Source, limits: Limits) -> tuple[Entry, ...]:
         raise BundleError("The bundle does not begin with an index.json of a sane size. Delete it from the store.")
     raw = bytes(source.exactly(size_bytes))
     source.expect(_padding(size_bytes), "The padding after index.json")
-    entries = _parse_index(raw)
+    entries = parse_index(raw)
     _check_entries(entries, limits)
     return entries
 
 
-def _parse_index(raw: bytes) -> tuple[Entry, ...]:
+def parse_index(raw: bytes) -> tuple[Entry, ...]:
+    """Reads what `to_index` wrote; whether the paths may be used is not looked at.
+
+    Raises:
+        BundleError: it is something else.
+    """
     try:
         index = json.loads(raw)
     except (ValueError, RecursionError) as error:
@@ -684,8 +706,9 @@ def _is_there(folder_fd: int, name: str, item: Entry) -> bool:
         descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder_fd)
     except OSError:
         return False
+    got = os.fstat(descriptor)
+    if not stat.S_ISREG(got.st_mode) or got.st_size != item.size_bytes:
+        os.close(descriptor)
+        return False
     with os.fdopen(descriptor, "rb") as file:
-        got = os.fstat(descriptor)
-        if not stat.S_ISREG(got.st_mode) or got.st_size != item.size_bytes:
-            return False
         return hashlib.file_digest(file, "sha256").hexdigest() == item.sha256

@@ -7,6 +7,7 @@ at its deadline, and the live directory is touched by the calling thread alone, 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import enum
 import hashlib
 import itertools
@@ -26,11 +27,11 @@ from warmstart.bundle import TEMPORARY_PREFIX, BundleError, Entry, FileStat, Lim
 from warmstart.compaction import CompactOutcome, compact
 from warmstart.key import Key, nearest
 from warmstart.report import say
-from warmstart.store import STALE_S, Address, BundleInfo, Store
+from warmstart.store import BROKEN, STALE_S, Address, BundleInfo, Store
 from warmstart.usage import Reads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence, Set
 
 COMPACT_ABOVE = 16
 """A version with more bundles than this, each a request of its own at boot, gets one that holds them all."""
@@ -44,6 +45,7 @@ _LONGEST_S = threading.TIMEOUT_MAX / 2  # what waits accept
 _EXPLAIN_READS_BYTES = 16_000_000
 # An index and one file, packed by zstd, are a few hundred bytes.
 _LEAST_BUNDLE_BYTES = 64
+_BROKEN = "a boot noted that its files break the compile"
 
 
 class RestoreOutcome(enum.Enum):
@@ -101,8 +103,15 @@ class Cache:
     """One live directory, the stores it is filled from, and the one that its new files go to."""
 
     def __init__(
-        self, sources: Sequence[Store], target: Store | None, key: Key, live: Path, limits: Limits | None = None
+        self,
+        sources: Sequence[Store],
+        target: Store | None,
+        key: Key,
+        live: Path,
+        limits: Limits | None = None,
+        on_read: Callable[[Sequence[Entry]], None] | None = None,
     ) -> None:
+        """As the attributes say; `on_read` is told at each save which files there are, and with which digests."""
         self._sources = tuple(sources)
         self._target = target
         self._key = key
@@ -110,7 +119,9 @@ class Cache:
         self._limits = limits or Limits()
         self._kept: dict[tuple[str, str], int] = {}  # (path, sha256) -> bytes of what some bundle holds
         self._read: dict[str, tuple[FileStat, Entry]] = {}  # spares hashing a file again while its stat is the same
+        self._on_read = on_read
         self._inherited = Reads(live)
+        self._used: frozenset[str] = frozenset()  # names of the version's own bundles that were restored
         self._saving = threading.Lock()
         self._compacting = threading.Lock()
 
@@ -147,7 +158,9 @@ class Cache:
         inherited = sibling.key.version_digest
         return replace(found, outcome=outcome, reason=reason, skipped=skipped, inherited=inherited)
 
-    def _take(self, key: Key, ends: float, deadline_s: float) -> tuple[Restored, list[Entry]]:
+    def _take(
+        self, key: Key, ends: float, deadline_s: float, avoid: Set[str] = frozenset()
+    ) -> tuple[Restored, list[Entry]]:
         """Restores one key's bundles, this version's or a sibling's; also returns what was put in place."""
         try:
             self._live.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -156,12 +169,55 @@ class Cache:
         except OSError as error:
             reason = f"the live directory cannot be written ({error.strerror}), so nothing was restored into it"
             return Restored(RestoreOutcome.FAILED, reason), []
-        work = _Restore(self._sources, key, self._live, self._limits, staging)
+        work = _Restore(self._sources, key, self._live, self._limits, staging, broken={*avoid})
         try:
             work.run(ends)
         finally:
             work.abandon()
+        if key == self._key:
+            self._used = frozenset(work.used)
+        # Installed before another store's list came that notes it as broken: what other bundles have goes over it, and
+        # what they lack is not published again.
+        if work.used & work.broken - avoid and time.monotonic() < ends:
+            self._kept |= {(item.path, item.sha256): item.size_bytes for item in work.installed}
+            return self._take(key, ends, deadline_s, work.broken)
         return work.result(deadline_s), work.installed
+
+    def condemn(self, better: Collection[str], why: str, deadline_s: float) -> str:
+        """Notes on the version's bundles that were restored here that their files break the compile.
+
+        A note costs the others one cold boot at most, so it is written only where there is something better, and a
+        save that makes the very same bundle again removes it. Every reader believes it, signed or not: whoever can
+        write it could as well delete the bundle.
+
+        Args:
+            better: names of the bundles that were published instead; one of them that was restored is not broken.
+            why: what the compile said.
+            deadline_s: how long to wait for the store.
+
+        Returns:
+            What was done, in words; "" for nothing.
+        """
+        target, names = self._target, sorted(self._used.difference(better))
+        if target is None or not better or not names:
+            return ""
+        told = [f"bundles of {target.location} could not be noted as broken within {deadline_s:g} s"]
+        text = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC: {why}\n"
+
+        def work() -> None:
+            try:
+                for name in names:
+                    target.write_note(self._key, name, BROKEN, text)
+                told[0] = f"{_count(len(names), 'bundle')}, {names[0][:12]} for one, noted as broken; not used again"
+            # The boundary, as in a save: without the note the next boot finds out again.
+            except BaseException as error:  # noqa: BLE001
+                told[0] = f"bundles of {target.location} could not be noted as broken: {_cause(error)}"
+
+        thread = threading.Thread(target=work, name="warmstart-condemn", daemon=True)
+        with contextlib.suppress(RuntimeError):  # the container's limit of threads
+            thread.start()
+            thread.join(min(deadline_s, _LONGEST_S))
+        return told[0]
 
     def persist(self, deadline_s: float = 60.0) -> Persisted:
         """Publishes the live directory's files that no bundle holds yet; safe from any thread."""
@@ -185,6 +241,15 @@ class Cache:
             return answer.get(timeout=max(0.0, started + deadline_s - time.monotonic()))
         except queue.Empty:
             return _late(f"publishing to {self._target.location} did not end", deadline_s, started)
+
+    def know(self, entries: Iterable[Entry]) -> None:
+        """Takes the word for files that lie there already, which spares reading them at the first save."""
+        self._remember(entries)
+
+    @property
+    def entries(self) -> list[Entry]:
+        """The files that were restored, or read by a save."""
+        return [item for _, item in list(self._read.values())]
 
     def _remember(self, entries: Iterable[Entry]) -> None:
         for item in entries:
@@ -230,6 +295,9 @@ class Cache:
         with tempfile.TemporaryDirectory(prefix=TEMPORARY_PREFIX, dir=self._live, ignore_cleanup_errors=True) as place:
             packed = bundles.pack(self._live, chosen, Path(place), self._limits)
             new = target.publish(self._key, packed.path, packed.name)
+            if not new:
+                # The same bytes again: they are not broken, the machine was where they broke.
+                target.remove(self._key, packed.name, BROKEN)
         self._kept |= {(item.path, item.sha256): item.size_bytes for item in chosen}
         verb = "published" if new else "found already published"
         reason = f"{verb} {len(chosen)} files ({size(packed.raw_bytes)}) as {packed.name[:12]} in {target.location}"
@@ -246,6 +314,8 @@ class Cache:
                 # None while a neighbour still writes it: it is new next time.
                 if (item := bundles.entry(self._live, path)) is not None:
                     self._read[path] = found, item
+        if self._on_read is not None:
+            self._on_read(self.entries)
         unused = self._inherited.unread()
         return [
             item
@@ -340,7 +410,7 @@ def usable(store: Store, key: Address) -> tuple[list[BundleInfo], str]:
     Raises:
         OSError, StoreError: the store cannot be read.
     """
-    doubts = {item: store.doubt(key, item.name) for item in store.bundles(key)}
+    doubts = {item: _BROKEN if item.broken else store.doubt(key, item.name) for item in store.bundles(key)}
     return [item for item, doubt in doubts.items() if not doubt], next(filter(None, doubts.values()), "")
 
 
@@ -390,6 +460,7 @@ class _Restore:
     limits: Limits
     staging: Path
     installed: list[Entry] = field(default_factory=list)
+    broken: set[str] = field(default_factory=set)  # names that some source notes as broken
 
     def __post_init__(self) -> None:
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
@@ -444,6 +515,11 @@ class _Restore:
         self._abandoned.set()
         _remove(self.staging)
 
+    @property
+    def used(self) -> set[str]:
+        """Names of the bundles that are in place."""
+        return self._done
+
     def result(self, deadline_s: float) -> Restored:
         for failed in self._failures.values():
             self._give_up(failed)  # too late to ask
@@ -495,6 +571,7 @@ class _Restore:
 
     def _handle(self, event: _Event) -> None:
         if isinstance(event, _Listed):
+            self.broken |= {found.name for found in event.found if found.broken}
             self._settle(event)
             for found in event.found:
                 self._consider(event.source, found)
@@ -505,6 +582,9 @@ class _Restore:
 
     def _consider(self, source: int, found: BundleInfo) -> None:
         if found.name in self._done or (source, found.name) in self._given_up:
+            return
+        if found.name in self.broken:
+            self._skip(source, found.name, _BROKEN)
             return
         if found.name in self._elsewhere:
             self._elsewhere[found.name].append((source, found))

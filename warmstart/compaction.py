@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 
 from warmstart import bundle as bundles
 from warmstart.bundle import SUFFIX, TEMPORARY_PREFIX, BundleError, Entry, Limits
-from warmstart.store import COVERED, STALE_S, Address, BundleInfo, Store, StoredFile
+from warmstart.store import BROKEN, COVERED, STALE_S, Address, BundleInfo, Store, StoredFile
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -100,13 +100,13 @@ def compact(
 
 
 def uncovered(files: Sequence[StoredFile], notes: Mapping[str, str]) -> list[StoredFile]:
-    """The bundles whose files no other listed bundle is noted to hold, oldest first.
+    """The bundles whose files no other listed bundle is noted to hold, oldest first; those noted as broken are none.
 
     Args:
         files: what the store lists.
         notes: of bundles with a note, which bundle covers it.
     """
-    listed = {file.name: file for file in files if file.suffix == SUFFIX}
+    listed = _listed(files)
     found = [file for name, file in listed.items() if _cover_of(name, listed, notes) is None]
     return sorted(found, key=lambda file: (file.modified_s, file.name))
 
@@ -143,9 +143,10 @@ class _Compaction:
             # Old ones only: a signature without its bundle may be one whose bundle is about to come.
             if file.suffix != SUFFIX and file.name not in listed and self._is_older(file, STALE_S):
                 self.store.remove(self.key, file.name, file.suffix)
+        whole = _listed(self.files)
         goes: dict[str, list[str]] = {}
         for file in self.files:
-            cover = _cover_of(file.name, listed, self.notes) if file.name in listed else None
+            cover = _cover_of(file.name, whole, self.notes) if file.name in whole else None
             if file.suffix == COVERED and cover is not None and self._is_older(file, self.grace_s):
                 goes.setdefault(cover, []).append(file.name)
         removed = {name for cover, names in goes.items() for name in self._remove(listed[cover], names)}
@@ -246,6 +247,12 @@ class _Compaction:
     def _check_time(self) -> None:
         if self.deadline is not None and time.monotonic() > self.deadline:
             raise LateError("the deadline came before the bundles were packed into one")
+
+
+def _listed(files: Sequence[StoredFile]) -> dict[str, StoredFile]:
+    """The bundles that a boot would use, by name; what a broken one covers is not covered."""
+    broken = {file.name for file in files if file.suffix == BROKEN}
+    return {file.name: file for file in files if file.suffix == SUFFIX and file.name not in broken}
 
 
 def _cover_of(name: str, listed: Mapping[str, StoredFile], notes: Mapping[str, str]) -> str | None:

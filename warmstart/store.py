@@ -3,7 +3,8 @@
 Layout: `<store>/<environment>/environment.json`, `<store>/<environment>/<version>/version.json` and
 `<store>/<environment>/<version>/<sha256>.tar.zst`. A bundle never changes once it has its name, and nobody points at
 one, so publishing needs no lock and no conditional write, which some object stores accept and ignore. Beside a bundle
-may lie small notes of its name: `.hmac`, its signature, and `.covered`, which bundle holds all that it does.
+may lie small notes of its name: `.hmac`, its signature, `.covered`, which bundle holds all that it does, and `.broken`,
+that a boot found its files to break the compile.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import tempfile
 import threading
 import time
 import urllib.parse
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
@@ -30,19 +31,20 @@ from warmstart.key import Key, KeyFactError
 from warmstart.trust import Secrets, distrust
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 STALE_S = 3600
 """A temporary file older than this was left by a process that died."""
 
 SIGNATURE = ".hmac"
 COVERED = ".covered"
+BROKEN = ".broken"
 
 _CHUNK_BYTES = 1 << 20
 _MAX_NOTE_BYTES = 4096
 _MAX_FACTS_BYTES = 1 << 20
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_FILE = re.compile(r"([0-9a-f]{64})(" + "|".join(map(re.escape, (SUFFIX, SIGNATURE, COVERED))) + ")")
+_FILE = re.compile(r"([0-9a-f]{64})(" + "|".join(map(re.escape, (SUFFIX, SIGNATURE, COVERED, BROKEN))) + ")")
 _SCHEMES = ("s3", "gs", "az")
 # Small enough for the client's 30 s per request at 0.3 MB/s. Its own options are not set here, since setting one
 # discards all that the user set by variables (AWS_ALLOW_HTTP, a proxy).
@@ -60,10 +62,11 @@ class StoreError(Exception):
 
 @dataclass(frozen=True)
 class BundleInfo:
-    """A bundle as listed: its name, the sha256 of its bytes, and how many they are."""
+    """A bundle as listed: its name, the sha256 of its bytes, how many they are, and whether it is noted as broken."""
 
     name: str
     size_bytes: int
+    broken: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -612,8 +615,9 @@ def _order(file: StoredFile) -> tuple[str, str]:
     return file.name, file.suffix
 
 
-def _bundles(files: Iterable[StoredFile]) -> list[BundleInfo]:
-    return [BundleInfo(file.name, file.size_bytes) for file in files if file.suffix == SUFFIX]
+def _bundles(files: Sequence[StoredFile]) -> list[BundleInfo]:
+    broken = {file.name for file in files if file.suffix == BROKEN}
+    return [BundleInfo(file.name, file.size_bytes, file.name in broken) for file in files if file.suffix == SUFFIX]
 
 
 def _digest_folders(folder: Path) -> list[Path]:

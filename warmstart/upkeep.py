@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from warmstart import bundle as bundles
 from warmstart.bundle import SUFFIX, BundleError, Limits
 from warmstart.compaction import covers, uncovered
-from warmstart.store import BundleInfo, SignedStore, Store, StoredFile, StoredKey
+from warmstart.store import BROKEN, BundleInfo, SignedStore, Store, StoredFile, StoredKey
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -110,6 +110,23 @@ def remove(store: Store, version: Version) -> None:
     for file in sorted(version.files, key=lambda file: file.suffix != SUFFIX):
         store.remove(version.stored, file.name, file.suffix)
     store.remove_facts(version.stored)
+
+
+def broken(version: Version) -> list[BundleInfo]:
+    """The bundles of a version that are noted as broken."""
+    return [item for item in version.stored.bundles if item.broken]
+
+
+def remove_broken(store: Store, version: Version) -> None:
+    """Removes bundles that are noted as broken; the note goes last, so that one cut short is still passed over.
+
+    Raises:
+        OSError, StoreError: not all of them could be removed.
+    """
+    names = {item.name for item in broken(version)}
+    for file in sorted(version.files, key=lambda file: (file.suffix == BROKEN, file.suffix != SUFFIX)):
+        if file.name in names:
+            store.remove(version.stored, file.name, file.suffix)
 
 
 def copy(source: Store, target: Store, tell: Callable[[str], None]) -> Copied:

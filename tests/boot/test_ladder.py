@@ -65,7 +65,7 @@ Cache.restore = lambda self, deadline_s: Restored(RestoreOutcome.NOTHING, "left 
     assert booted.pictures == first.pictures
 
 
-def test_code_that_breaks_the_compile_is_set_aside_and_the_boot_is_cold(boot, filled, tmp_path):
+def test_code_that_breaks_the_compile_is_set_aside_once_and_never_used_again(boot, filled, tmp_path):
     """A whole, rightly named bundle whose library cannot be loaded."""
     store, first = filled
     broken = tmp_path / "store"
@@ -74,7 +74,18 @@ def test_code_that_breaks_the_compile_is_set_aside_and_the_boot_is_cold(boot, fi
     booted = boot(broken, draw=SEVEN, before=ONE, environment=SMALL)
     assert booted.report["outcome"] == "cold"
     assert any("set aside" in warning for warning in booted.report["warnings"])
+    assert any("noted as broken" in warning for warning in booted.report["warnings"])
     assert booted.pictures == first.pictures
+    # What the retry found out about the processor may still be what the broken probes said, so that its kernels are
+    # others: the graph is there, and the boot after has it all.
+    healed = boot(broken, draw=SEVEN, before=ONE, environment=SMALL)
+    assert healed.report["outcome"] in ("warm", "partial")
+    assert (healed.counts["fx_hits"], healed.counts["fx_misses"], healed.report["warnings"]) == (1, 0, [])
+    assert "noted that its files break the compile" in healed.report["restored"]["reason"]
+    third = boot(broken, draw=SEVEN, before=ONE, environment=SMALL)
+    assert third.report["outcome"] == "warm"
+    assert (third.counts["fx_hits"], third.counts["kernels_built"]) == (1, 0)
+    assert healed.pictures == third.pictures == first.pictures
 
 
 def test_a_region_that_differs_from_eager_is_not_served(boot, right, filled):
@@ -125,6 +136,7 @@ def test_what_a_killed_compiler_left_in_a_set_directory_is_built_anew(boot, fill
         library.write_bytes(library.read_bytes()[:3000])
     kernels = [library for library in libraries if library.name.endswith(".main.so")]
     kernels[0].write_bytes(b"")
+    (preset / ".warmstart-files.json").unlink()
     shutil.rmtree(preset / "fxgraph")
     shutil.rmtree(preset / "aotautograd")
     booted = boot(tmp_path / "other", draw=SEVEN, before=ONE, environment=environment)

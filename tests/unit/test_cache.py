@@ -46,7 +46,7 @@ def restore(*sources: Store, live: Path, deadline_s: float = LONG_S, limits: Lim
 
 
 def threads_of_restores() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("warmstart-")]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("warmstart-restore")]
 
 
 # --- Restore ---------------------------------------------------------------------------------------------------------

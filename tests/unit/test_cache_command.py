@@ -13,7 +13,8 @@ import _upkeep
 import pytest
 from artifacts import ROOT, TREE, contents, fill, key, packed
 
-from warmstart.store import DirectoryStore
+from warmstart.cache import size
+from warmstart.store import BROKEN, DirectoryStore
 
 PREDICT = """
 import warmstart
@@ -432,3 +433,16 @@ def test_nohup_goes_on_without_its_terminal(project: Path, store: DirectoryStore
     process = run_changed(project, change, "cache", "verify", "--store", store.location)
     out, errors = process.communicate(timeout=300)
     assert (process.returncode, out) == (0, "All 2 bundles are whole.\n"), errors
+
+
+def test_bundles_noted_as_broken_are_shown_and_pruned(project: Path, store: DirectoryStore) -> None:
+    bad, good = store.bundles(key())
+    store.write_note(key(), bad.name, BROKEN, "2026-11-30 05:00 UTC: InductorError: no")
+    shown = run(project, "ls", "--store", store.location).stdout
+    assert f"bundle {bad.name[:12]} {size(bad.size_bytes)}, broken: 2026-11-30 05:00 UTC: InductorError: no\n" in shown
+    assert f"bundle {good.name[:12]} {size(good.size_bytes)}\n" in shown
+    dry = run(project, "prune", "--keep", "9", "--dry-run", "--store", store.location)
+    assert f"bundle {bad.name[:12]}: would go, it is noted as broken" in dry.stderr
+    assert store.bundles(key()) == [bad, good]
+    assert run(project, "prune", "--keep", "9", "--store", store.location).returncode == 0
+    assert store.bundles(key()) == [good]
