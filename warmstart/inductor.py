@@ -11,10 +11,13 @@ import contextlib
 import fcntl
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
+
+from warmstart import toolchain
 
 
 @dataclass(frozen=True)
@@ -165,8 +168,22 @@ def compiling(*, allowed: bool) -> Iterator[None]:
         shapes.patch(use_duck_shape=False),  # type: ignore[attr-defined]
         dynamo.patch(specialize_float=True),
         torch.compiler.set_stance(stance),
+        toolchain.as_noted(),
     ):
         yield
+
+
+def vector_isa() -> str | None:
+    """The vector instructions that CPU kernels use, as torch names them; None where it was not asked for them.
+
+    To ask anew would build and run torch's test of the processor.
+    """
+    # Where nothing was compiled it is not imported, which would take a second.
+    known = sys.modules.get("torch._inductor.cpu_vec_isa")
+    if known is None or not known.valid_vec_isa_list.cache_info().currsize:
+        return None
+    chosen = known.pick_vec_isa()
+    return "none" if chosen is known.invalid_vec_isa else str(chosen)
 
 
 def compile_events() -> list[dict[str, object]]:

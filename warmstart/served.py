@@ -62,6 +62,11 @@ class Served:
         with self._running, inductor.compiling(allowed=True):
             self._model.run(request)
 
+    def never_compile(self) -> None:
+        """Has an unplanned request run uncompiled where the policy is to compile it, since nothing can be built."""
+        if self._unplanned == "compile":
+            self._unplanned = "eager"
+
     def finish(self, report: Report, cache: Cache | None, planned: frozenset[str]) -> None:
         """Ends the boot: from here on the labels in `planned` are known to need no compile.
 
