@@ -16,6 +16,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -194,12 +195,12 @@ def cpu_flags(cpuinfo: Path = _CPUINFO) -> str:
 
 def compiler_version(compiler: str | None = None) -> str:
     """Names the C++ compiler that torch would use and its version, "none" where there is none that answers."""
-    return _ask_compiler(compiler, os.environ.get("PATH", ""))[0]
+    return _ask_compiler(compiler, shutil.which(compiler or "g++"))[0]
 
 
 def compiler_trouble(compiler: str | None = None) -> str:
     """Says why there is no C++ compiler and what to do, "" where there is one."""
-    return _ask_compiler(compiler, os.environ.get("PATH", ""))[1]
+    return _ask_compiler(compiler, shutil.which(compiler or "g++"))[1]
 
 
 def lacks_compiler(environment: Mapping[str, str]) -> bool:
@@ -213,10 +214,10 @@ def differ_in_compiler(here: Mapping[str, str], there: Mapping[str, str]) -> boo
 
 
 @functools.lru_cache(maxsize=1)
-def _ask_compiler(compiler: str | None, path: str) -> tuple[str, str]:
+def _ask_compiler(compiler: str | None, found: str | None) -> tuple[str, str]:
     """Asks as torch does (`cpp_compiler_search` in torch/_inductor/cpp_builder.py): CXX as one word, or g++.
 
-    Asked once per PATH: a compiler that hangs is waited for once.
+    Asked once of the program that is `found` under that name: one that hangs is waited for once.
     """
     command = compiler or "g++"
     name = f"CXX is {command!r}, which" if compiler else "CXX is not set, and g++"

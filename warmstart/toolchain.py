@@ -127,6 +127,10 @@ def stand_in(live: Path) -> bool:
     torch._dynamo.reset()
     clear_caches()
     cpu_vec_isa.valid_vec_isa_list.cache_clear()
+    for isa in cpu_vec_isa.supported_vec_isa_list:
+        for function in (item for kind in type(isa).__mro__ for item in vars(kind).values()):
+            if clear := getattr(function, "cache_clear", None):
+                clear()
     return True
 
 
