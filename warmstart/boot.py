@@ -236,7 +236,7 @@ class _Boot:
         if cause and self.trouble and not self.standing_in and self._stand_in(self.live):
             cause = self._attempt(served, self.live)
         if cause and self.standing_in:
-            return self._eager(served, f"{self.trouble}. Without it nothing of the plan runs compiled: {cause}")
+            return self._eager(served, f"{cause}; and nothing can be built anew: {self.trouble}")
         if cause and self.found:
             self.warnings.append(f"with the restored cache the compile failed ({cause}); it was set aside")
             cause = self._attempt_cold(served, self.live)

@@ -22,9 +22,12 @@ def right(boot, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def filled(boot, tmp_path_factory):
-    """A store with the bundle of a boot that had a compiler, and what that boot drew."""
+    """A store with the bundle of a boot that had a compiler, and what that boot drew.
+
+    CXX is set there and nowhere else: the name is in Inductor's own key, which must be found without it.
+    """
     store = tmp_path_factory.mktemp("filled") / "store"
-    booted = boot(store, draw=SEVEN, before=ONE, environment=SMALL)
+    booted = boot(store, draw=SEVEN, before=ONE, environment={**SMALL, "CXX": str(COMPILER)})
     assert booted.report["outcome"] == "cold"
     return store, booted
 
