@@ -24,6 +24,7 @@ NOTE = {"name": "g++", "info": "gcc version 12", "intel": False, "old_gcc": True
         (COMPILE + "/usr/bin/ld: cannot find -lgomp: No such file\ncollect2: error: ld returned 1", "install libgomp"),
         (COMPILE + "note\ng++: fatal error: Killed signal terminated program cc1plus", "Killed signal terminated"),
         (COMPILE, "the C++ compiler fails (it says nothing)"),
+        (COMPILE + "\n\nSet TORCHDYNAMO_VERBOSE=1 for the error", "the C++ compiler fails (it says nothing)"),
         ("backend='inductor' raised:\nInvalidCxxCompiler: No working C++ compiler", "torch finds no C++ compiler"),
         ("FileNotFoundError: [Errno 2] No such file or directory: 'openssl'", "install openssl"),
         ("backend='inductor' raised:\nBuildError: x.cpp would have to be built\n\nSet TORCH", "x.cpp would have to be"),
