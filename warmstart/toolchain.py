@@ -66,8 +66,8 @@ _hung = ""
 def note(live: Path) -> None:
     """Notes in a live directory what torch was told by the compiler here, if it is not noted there yet.
 
-    Torch keeps most of these answers from the compile before. A note that is there is read, which tells those who look at
-    times of access that it was used.
+    Torch keeps most of these answers from the compile before. A note that is there is read, which tells those who look
+    at times of access that it was used.
 
     Raises:
         OSError: the directory cannot be written.
