@@ -15,9 +15,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from warmstart import bundle, identity, inductor, process
+from warmstart import bundle, identity, inductor, process, toolchain
 from warmstart.bundle import Limits
 from warmstart.cache import Cache, Persisted, PersistOutcome, Restored, RestoreOutcome, explain
+from warmstart.key import compiler_trouble, lacks_compiler
 from warmstart.leftover import Leftover, UnfitError
 from warmstart.live import LiveDirectory, headers_in, prepare, set_aside, stand_in
 from warmstart.models import ModelError
@@ -28,7 +29,7 @@ from warmstart.settings import Settings, SettingsError
 from warmstart.store import Store, open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from warmstart.key import Key
     from warmstart.models import Model, Request
@@ -138,6 +139,10 @@ class _Boot:
         self.live: LiveDirectory | None = None
         self.leftover: Leftover | None = None
         self.nowhere = ""
+        # Why nothing can be built here, and what of the plan that leaves uncompiled; empty where a compiler is.
+        self.trouble = self.unbuilt = ""
+        self.standing_in = False
+        self.noted: Path | None = None
         with self.clock.phase("key"):
             self.device = identity.device(settings)
             self.key = identity.current_key(plan, sources=sources, settings=settings)
@@ -159,6 +164,8 @@ class _Boot:
             stop_grace_s=self.settings.stop_grace_s,
         )
         outcome, reason = self._climb(served, model)
+        if self.standing_in:
+            served.never_compile()
         with self.clock.phase("workers"):
             inductor.shut_down_workers()
         self._settle()
@@ -258,12 +265,18 @@ class _Boot:
             return self._eager(served, "WARMSTART_COMPILE is off")
         if self.live is None:
             return self._eager(served, self.nowhere)
+        if not self._can_build(self.live):
+            return self._eager(served, f"{self.trouble}. {self.why_nothing or self.restored.reason}")
         try:
             with self.clock.phase("regions"):
                 self._compile(model)
         except (self._regions.RegionsError, SettingsError) as error:
             return self._eager(served, str(error))
         cause = self._attempt(served, self.live)
+        if cause and self.trouble and not self.standing_in and self._stand_in(self.live):
+            cause = self._attempt(served, self.live)
+        if cause and self.standing_in:
+            return self._eager(served, f"{cause}; and nothing can be built anew: {self.trouble}")
         if cause and self.found:
             self.warnings.append(f"with the restored cache the compile failed ({cause}); it was set aside")
             cause = self._attempt_cold(served, self.live, cause)
@@ -302,6 +315,30 @@ class _Boot:
         unplanned = 64 if self.settings.unplanned == "compile" else 0
         return min(max(16, 4 * len(self.plan)) + unplanned, inductor.MAX_GRAPHS)
 
+    def _can_build(self, live: LiveDirectory) -> bool:
+        """Whether this machine can compile, or run what the live directory holds as if it could."""
+        if self.device != "cpu":
+            return True
+        toolchain.bound_builds()
+        if not lacks_compiler(self.key.environment):
+            return True
+        self.trouble = compiler_trouble(self.settings.compiler)
+        return self._stand_in(live)
+
+    def _stand_in(self, live: LiveDirectory) -> bool:
+        """Goes on from what is compiled already, building nothing, if it is known by which compiler."""
+        self.standing_in = toolchain.stand_in(live.path)
+        if self.standing_in:
+            self.warnings.append(f"{self.trouble}. What was compiled before is used; nothing new can be")
+            self._forget()
+        return self.standing_in
+
+    def _forget(self) -> None:
+        """Leaves no trace of an attempt before the next one."""
+        inductor.forget()
+        for region in self.regions:
+            region.calls, region.counts, region.differences = 0, inductor.Counts(), []
+
     def _attempt(self, served: Served, live: LiveDirectory) -> str:
         """Warms, checks and verifies; returns what went wrong in words, or an empty string."""
         self._remove_incomplete(live)
@@ -315,7 +352,8 @@ class _Boot:
             self._warm(served)
         # The boundary: compiler, cache and disk may raise anything. Whether it was the model is asked in `_eager`.
         except Exception as error:  # noqa: BLE001
-            return _sentence(error)
+            self.trouble = self.trouble or toolchain.trouble(error)
+            return toolchain.trouble(error) or _sentence(error)
         finally:
             self.counts = inductor.counts() - before
             self.kernels_built = len(inductor.kernels(live.path) - had)
@@ -341,7 +379,6 @@ class _Boot:
         if aside is None:
             return f"and there is no other place for compiled code: not {', not '.join(refused)}"
         self.live = aside
-        inductor.forget()
         suspect, self.leftover = self.leftover, None
         restored, restorer = self.restored, self.cache
         # What broke may be the version's own bundles, or what a directory that was set from outside held besides. Not
@@ -350,8 +387,7 @@ class _Boot:
         mixed = suspect is not None and not suspect.was_empty
         self._use(None if own and mixed else self._new_cache(self.live))
         self.restored = Restored(RestoreOutcome.FAILED, "what was restored broke the compile and was set aside")
-        for region in self.regions:
-            region.calls, region.counts, region.differences = 0, inductor.Counts(), []
+        self._forget()
         cause = self._attempt(served, self.live)
         if suspect is not None:
             # Where it fails without these files too, they may be as good as any.
@@ -372,19 +408,43 @@ class _Boot:
         budget_s = self.settings.setup_budget_s
         ends = time.monotonic() + max(0.0, budget_s - self.clock.total_s()) if budget_s else None
 
-        def work() -> None:
-            self.warmed = self._warmup.warm(
+        def warm(plan: Sequence[Request]) -> list[Warmed]:
+            done: list[Warmed] = self._warmup.warm(
                 served.rehearse,
-                self.plan,
+                plan,
                 before_each=self._check_next,
                 after_each=lambda _: self._save_soon(),
                 budget_ends=ends,
             )
+            return done
+
+        def work() -> None:
+            self.warmed = self._warm_what_is_built(warm, ends) if self.standing_in else warm(self.plan)
             with self.clock.phase("verify"):
                 self._warmup.verify(served.rehearse, self.warmed)
 
         with self.clock.phase("warm-up"):
             self._warmup.in_thread(work)
+
+    def _warm_what_is_built(
+        self, warm: Callable[[Sequence[Request]], list[Warmed]], ends: float | None
+    ) -> list[Warmed]:
+        """Warms the planned requests that need no build; the others are left to run uncompiled."""
+        done: list[Warmed] = []
+        for request in self.plan:
+            if done and ends is not None and time.monotonic() >= ends:
+                break
+            try:
+                done += warm([request])
+            except Exception as error:
+                self.unbuilt = toolchain.trouble(error)
+                if not self.unbuilt:
+                    raise
+                for region in self.regions:
+                    region.checking = False
+        if not done:
+            raise toolchain.BuildError(self.unbuilt)
+        return done
 
     def _check_next(self) -> None:
         if self.settings.self_check:
@@ -402,8 +462,12 @@ class _Boot:
 
     def _save_soon(self) -> None:
         """After each graph, beside the next one's compile: a kill loses no more than the compile that it meets."""
-        if self.cache is not None:
-            self.savers[-1].soon()
+        if self.cache is None or self.standing_in:
+            return
+        if self.live is not None and self.noted != self.live.path:
+            self.noted = self.live.path
+            self._note_compiler()
+        self.savers[-1].soon()
 
     def _settle(self) -> None:
         """Waits a moment for the last save, so that the report can tell; a slow store is not waited for."""
@@ -423,6 +487,13 @@ class _Boot:
 
     def _persisted(self) -> list[Persisted]:
         return [saved for saver in self.savers for saved in saver.saves]
+
+    def _note_compiler(self) -> None:
+        if self.device == "cpu" and self.live is not None:
+            try:
+                toolchain.note(self.live.path)
+            except OSError as error:
+                self.warnings.append(f"which compiler was used cannot be noted: {error.strerror}")
 
     def _failed_check(self) -> str:
         for region in self.regions:
@@ -476,7 +547,13 @@ class _Boot:
                 restored=self.found,
             )
         )
-        if len(self.warmed) < len(self.plan):
+        if self.unbuilt:
+            outcome = Outcome.PARTIAL
+            reason = (
+                f"{counts.fx_hits} graphs from the cache; {len(self.warmed)} of {len(self.plan)} planned requests run"
+                f" compiled, the others uncompiled: {self.unbuilt}, and {self.trouble}"
+            )
+        elif len(self.warmed) < len(self.plan):
             reason += f"; warmed {len(self.warmed)} of {len(self.plan)} requests within WARMSTART_SETUP_BUDGET_S"
         if self.restored.inherited:
             reason += f"; {self.restored.reason}"
@@ -517,6 +594,7 @@ class _Boot:
             "device": self.device,
             "dtype": identity.dtype(self.settings, self.device),
             "threads": self.settings.threads,
+            "vector_isa": inductor.vector_isa() if self.device == "cpu" else None,
             "dynamic": identity.dynamic(self.settings, self.plan),
             "strategy": self.settings.strategy,
             "live_dir": str(self.live.path) if self.live else None,

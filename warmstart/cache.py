@@ -132,6 +132,7 @@ class Cache:
         """
         started = time.monotonic()
         ends = started + min(deadline_s, _LONGEST_S)
+        self._key = siblings.standing_in(self._key, self._sources, (started + ends) / 2)
         own, entries = self._take(self._key, ends, deadline_s)
         self._remember(entries)
         self._kept |= {(item.path, item.sha256): item.size_bytes for item in entries}
@@ -348,6 +349,7 @@ def explain(key: Key, stores: Sequence[Store]) -> str:
     """
     near: list[siblings.Sibling] = []
     refused = ""
+    key = siblings.standing_in(key, stores, time.monotonic() + _LONGEST_S)
     for store in stores:
         found, doubt = usable(store, key)
         if doubt:

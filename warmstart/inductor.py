@@ -16,6 +16,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from warmstart import toolchain
+
 MAX_GRAPHS = 256
 """Most graphs of one code object: torch 2.13's `accumulated_recompile_limit`, the same in each thread unless set."""
 
@@ -47,13 +49,16 @@ def forget() -> None:
 
     torch._dynamo.reset()
     clear_caches()
-    # Torch keeps what its probes said of the processor, and a broken probe says that it has no vector units. Not among
-    # the caches that `clear_caches` knows in torch 2.13; to be taken out when it is.
+    # Torch keeps what its tests said of the processor, and a broken one says that it has no vector units. They are not
+    # among the caches that `clear_caches` knows in torch 2.13; to be taken out when they are.
     cpu_vec_isa.valid_vec_isa_list.cache_clear()
-    for kind in (cpu_vec_isa.VecISA, *cpu_vec_isa.VecISA.__subclasses__()):
-        for value in vars(kind).values():
-            if hasattr(value, "cache_clear"):
-                value.cache_clear()
+    for isa in cpu_vec_isa.supported_vec_isa_list:
+        # Extensions found by the first test would be flags of the next one, which is then another.
+        vars(isa).pop("_is_avx512_bf16_supported", None)
+        vars(isa).pop("_is_amx_fp16_supported", None)
+        for function in (item for kind in type(isa).__mro__ for item in vars(kind).values()):
+            if clear := getattr(function, "cache_clear", None):
+                clear()
 
 
 def graphs() -> int:
@@ -129,6 +134,7 @@ def compiling(missing: Missing) -> Iterator[None]:
         shapes.patch(use_duck_shape=False),  # type: ignore[attr-defined]
         dynamo.patch(specialize_float=True),
         torch.compiler.set_stance(missing.value),
+        toolchain.as_noted(),
     ):
         yield
 
@@ -181,6 +187,19 @@ def precompile_headers_in(folder: Path) -> None:
     codecache._precompile_header = late  # type: ignore[assignment]
     codecache._HEADER_DIR = str(folder)
     codecache._HEADER_LOCK_DIR = str(folder / "locks")
+
+
+def vector_isa() -> str | None:
+    """The vector instructions that CPU kernels use, as torch names them; None where it was not asked for them.
+
+    To ask anew would build and run torch's test of the processor.
+    """
+    # Where nothing was compiled it is not imported, which would take a second.
+    known = sys.modules.get("torch._inductor.cpu_vec_isa")
+    if known is None or not known.valid_vec_isa_list.cache_info().currsize:
+        return None
+    chosen = known.pick_vec_isa()
+    return "none" if chosen is known.invalid_vec_isa else str(chosen)
 
 
 def compile_events() -> list[dict[str, object]]:

@@ -8,6 +8,7 @@ host, a user, a date or a process id: such a fact would turn every boot cold.
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -15,7 +16,7 @@ import json
 import os
 import platform
 import re
-import shlex
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ MAX_CONFIG_BYTES = 1 << 20
 MAX_SAFETENSORS_HEADER_BYTES = 100_000_000  # the limit of the safetensors format itself
 COMPILER_TIMEOUT_S = 20
 
+_COMPILER = "c++ compiler"
 _CPUINFO = Path("/proc/cpuinfo")
 # What a compiler may emit under -march=native. Flags outside it (mitigations, virtualisation, power management) come
 # and go with kernel updates and decide no instruction.
@@ -106,7 +108,7 @@ def environment_facts(
         "device": device,
         "cpu flags": cpu_flags(),
         "cpu threads": str(threads),
-        "c++ compiler": compiler_version(compiler),
+        _COMPILER: compiler_version(compiler),
     }
 
 
@@ -192,18 +194,50 @@ def cpu_flags(cpuinfo: Path = _CPUINFO) -> str:
 
 
 def compiler_version(compiler: str | None = None) -> str:
-    """Names the C++ compiler and its version, "none" where there is none."""
-    for command in filter(None, (compiler, "g++", "c++", "clang++")):
-        try:
-            ran = subprocess.run(
-                [*shlex.split(command), "--version"], capture_output=True, text=True, timeout=COMPILER_TIMEOUT_S
-            )
-        except (OSError, ValueError, subprocess.TimeoutExpired):
-            continue
-        if ran.returncode == 0 and ran.stdout.strip():
-            # GCC prints the name it was called by, which is not a difference between compilers.
-            return re.sub(r"^\S+ \(", "gcc (", ran.stdout.strip().splitlines()[0])
-    return "none"
+    """Names the C++ compiler that torch would use and its version, "none" where there is none that answers."""
+    return _ask_compiler(compiler, shutil.which(compiler or "g++"))[0]
+
+
+def compiler_trouble(compiler: str | None = None) -> str:
+    """Says why there is no C++ compiler and what to do, "" where there is one."""
+    return _ask_compiler(compiler, shutil.which(compiler or "g++"))[1]
+
+
+def lacks_compiler(environment: Mapping[str, str]) -> bool:
+    """Whether these are facts of a machine that needs a C++ compiler and has none."""
+    return environment.get(_COMPILER) == "none"
+
+
+def differ_in_compiler(here: Mapping[str, str], there: Mapping[str, str]) -> bool:
+    """Whether the C++ compiler is all that differs, so that what was compiled there runs here."""
+    return _differing(here, there) == [_COMPILER]
+
+
+@functools.lru_cache(maxsize=1)
+def _ask_compiler(compiler: str | None, found: str | None) -> tuple[str, str]:
+    """Asks as torch does (`cpp_compiler_search` in torch/_inductor/cpp_builder.py): CXX as one word, or g++.
+
+    Asked once of the program that is `found` under that name: one that hangs is waited for once.
+    """
+    command = compiler or "g++"
+    name = f"CXX is {command!r}, which" if compiler else "CXX is not set, and g++"
+    remedy = "install g++, or set CXX to a compiler that is there"
+    try:
+        ran = subprocess.run(
+            [command, "--version"], capture_output=True, text=True, errors="replace", timeout=COMPILER_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        return "none", f"there is no C++ compiler: {name} did not tell its version in {COMPILER_TIMEOUT_S} s; {remedy}"
+    except (OSError, ValueError) as error:
+        why = "is not on PATH" if "/" not in command else "cannot be run"
+        if compiler and len(command.split()) > 1:
+            why = "is more than the name of a program, and torch takes it for one; leave out its options"
+        detail = f" ({error.strerror})" if isinstance(error, OSError) and why == "cannot be run" else ""
+        return "none", f"there is no C++ compiler: {name} {why}{detail}; {remedy}"
+    if ran.returncode or not ran.stdout.strip():
+        return "none", f"there is no C++ compiler: {name} fails when asked for its version; {remedy}"
+    # GCC prints the name it was called by, which is not a difference between compilers.
+    return re.sub(r"^\S+ \(", "gcc (", ran.stdout.strip().splitlines()[0]), ""
 
 
 def gpu_facts(device: str, visible_devices: str | None) -> dict[str, str]:

@@ -38,9 +38,8 @@ class Served:
         self._unplanned = unplanned
         # A region that is one graph is refused before any of it has run. One with graph breaks might be refused half
         # way, and to run it again from its start would be wrong where it changes a key-value cache, say.
-        self._missing = Missing.REFUSED if fullgraph else Missing.EAGER
-        if unplanned == "compile":
-            self._missing = Missing.COMPILED
+        self._uncompiled = Missing.REFUSED if fullgraph else Missing.EAGER
+        self._missing = Missing.COMPILED if unplanned == "compile" else self._uncompiled
         self._stop_grace_s = stop_grace_s
         self._saver: Saver | None = None
         self._regions: Sequence[Region] = ()
@@ -73,6 +72,12 @@ class Served:
         """Answers a planned request during the boot, when compiling is allowed."""
         with self._running, inductor.compiling(Missing.COMPILED):
             self._model.run(request)
+
+    def never_compile(self) -> None:
+        """Has an unplanned request run uncompiled where the policy is to compile it, since nothing can be built."""
+        if self._unplanned == "compile":
+            self._unplanned = "eager"
+            self._missing = self._uncompiled
 
     def finish(self, report: Report, saver: Saver | None, planned: frozenset[str], regions: Sequence[Region]) -> None:
         """Ends the boot: from here on the labels in `planned` are known to need no compile.

@@ -11,12 +11,11 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from warmstart.key import difference
+from warmstart.key import Key, differ_in_compiler, difference, lacks_compiler
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
-    from warmstart.key import Key
     from warmstart.store import Store, StoredKey
 
 
@@ -36,8 +35,30 @@ class Sibling:
         return f"version {self.key.version_digest[:8]} ({self.difference})"
 
 
-def nearest(here: Key, store: Store, stored: Iterable[StoredKey]) -> list[Sibling]:
-    """The versions of this environment with bundles in a store that have the fewest differing facts.
+def of_this_environment(here: Key, there: Key) -> bool:
+    """Whether a stored key is another version of the same environment."""
+    return there.environment_digest == here.environment_digest and there.version_digest != here.version_digest
+
+
+def but_for_the_compiler(here: Key, there: Key) -> bool:
+    """Whether a stored key's environment stands in for ours, which lacks nothing but a compiler."""
+    return lacks_compiler(here.environment) and differ_in_compiler(here.environment, there.environment)
+
+
+def standing_in(here: Key, stores: Sequence[Store], deadline: float) -> Key:
+    """Our version in the stored environment that stands in for ours, which has no compiler; ours if there is none.
+
+    Of several, the one with the nearest version. Nothing more is trusted than where the compiler is there: bundles of
+    that key are verified as any others.
+    """
+    found, _ = find(here, stores, deadline, but_for_the_compiler) if lacks_compiler(here.environment) else (None, ())
+    return Key(found.key.environment, here.version) if found else here
+
+
+def nearest(
+    here: Key, store: Store, stored: Iterable[StoredKey], fits: Callable[[Key, Key], bool] = of_this_environment
+) -> list[Sibling]:
+    """The keys that fit ours, with bundles in a store, whose versions have the fewest differing facts.
 
     Raises:
         OSError, StoreError: the store cannot be read.
@@ -45,8 +66,7 @@ def nearest(here: Key, store: Store, stored: Iterable[StoredKey]) -> list[Siblin
     found = [
         (_distance(here, item.facts), item, item.facts)
         for item in stored
-        if item.facts is not None and item.bundles
-        if item.environment_digest == here.environment_digest and item.version_digest != here.version_digest
+        if item.facts is not None and item.bundles and fits(here, item.facts)
     ]
     least = min((distance for distance, _, _ in found), default=0)
     return [
@@ -62,11 +82,13 @@ def best(found: Iterable[Sibling]) -> Sibling | None:
     return ranked[0] if ranked else None
 
 
-def find(here: Key, stores: Sequence[Store], deadline: float) -> tuple[Sibling | None, tuple[str, ...]]:
+def find(
+    here: Key, stores: Sequence[Store], deadline: float, fits: Callable[[Key, Key], bool] = of_this_environment
+) -> tuple[Sibling | None, tuple[str, ...]]:
     """Asks all stores at once until the deadline, by `time.monotonic()`; also says which did not answer, and why."""
     answers: queue.SimpleQueue[list[Sibling] | str] = queue.SimpleQueue()
     for store in stores:
-        _ask(here, store, answers)
+        _ask(here, store, answers, fits)
     found: list[Sibling] = []
     failed: list[str] = []
     for number in range(len(stores)):
@@ -82,11 +104,16 @@ def find(here: Key, stores: Sequence[Store], deadline: float) -> tuple[Sibling |
     return best(found), tuple(failed)
 
 
-def _ask(here: Key, store: Store, answers: queue.SimpleQueue[list[Sibling] | str]) -> None:
+def _ask(
+    here: Key, store: Store, answers: queue.SimpleQueue[list[Sibling] | str], fits: Callable[[Key, Key], bool]
+) -> None:
     def work() -> None:
         answer: list[Sibling] | str
         try:
-            answer = nearest(here, store, store.keys(here.environment_digest))
+            # Another version is in this environment, and only what stands in for it is in another.
+            answer = nearest(
+                here, store, store.keys(here.environment_digest if fits is of_this_environment else None), fits
+            )
         # The boundary: whatever a store does here, a panic of its client included, costs an inheritance, not a boot.
         except BaseException as error:  # noqa: BLE001
             answer = f"{store.location} did not list its versions ({type(error).__name__}: {str(error).rstrip('.')})"

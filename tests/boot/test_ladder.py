@@ -30,7 +30,7 @@ def filled(boot, tmp_path_factory):
 def test_without_a_compiler_the_boot_is_eager_and_right(boot, right, tmp_path):
     booted = boot(tmp_path / "store", draw=SEVEN, before=ONE, environment={**SMALL, "CXX": "/nowhere/g++"})
     assert booted.report["outcome"] == "eager"
-    assert "InvalidCxxCompiler" in booted.report["reason"]
+    assert "there is no C++ compiler: CXX is '/nowhere/g++', which cannot be run" in booted.report["reason"]
     assert booted.pictures == right
 
 

@@ -18,10 +18,13 @@ from warmstart import key as keys
 from warmstart.key import (
     Key,
     KeyFactError,
+    compiler_trouble,
     compiler_version,
     cpu_flags,
+    differ_in_compiler,
     difference,
     environment_facts,
+    lacks_compiler,
     model_version,
     nearest,
     ranked,
@@ -157,10 +160,19 @@ def compiler(tmp_path: Path, name: str, says: str, status: int = 0) -> str:
     return str(path)
 
 
-def test_the_compiler_that_the_user_chose_comes_first(tmp_path: Path) -> None:
+def test_the_compiler_is_the_one_that_torch_would_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clang = compiler(tmp_path, "my-clang", "Debian clang version 14.0.6")
     assert compiler_version(clang) == "Debian clang version 14.0.6"
-    assert compiler_version(f"{clang} -m64") == "Debian clang version 14.0.6"
+    assert compiler_trouble(clang) == ""
+    # Torch looks for nothing else where CXX is set, and for g++ alone where it is not.
+    compiler(tmp_path, "clang++", "Debian clang version 14.0.6")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert compiler_version() == "none"
+    compiler(tmp_path, "g++", "g++ (Debian 12.2.0-14) 12.2.0")
+    monkeypatch.setenv("PATH", f"{tmp_path}:/none")
+    assert compiler_version() == "gcc (Debian 12.2.0-14) 12.2.0"
+    assert compiler_version("/nowhere/g++") == "none"
+    assert compiler_version(f"{clang} -m64") == "none"
 
 
 def test_gcc_under_two_names_is_one_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,12 +182,40 @@ def test_gcc_under_two_names_is_one_compiler(tmp_path: Path, monkeypatch: pytest
     assert compiler_version() == compiler_version(other) == "gcc (Debian 12.2.0-14) 12.2.0"
 
 
-def test_no_compiler_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (None, "CXX is not set, and g++ is not on PATH; install g++, or set CXX"),
+        ("clang++-99", "CXX is 'clang++-99', which is not on PATH"),
+        ("/nowhere/g++", "which cannot be run (No such file or directory)"),
+        ("ccache g++", "is more than the name of a program, and torch takes it for one; leave out its options"),
+        ("{}/fails", "which fails when asked for its version"),
+        ("{}/silent", "which fails when asked for its version"),
+        ("{}/hangs", "did not tell its version in 1 s"),
+        ("{}/locked", "which cannot be run (Permission denied)"),
+    ],
+)
+def test_no_compiler_is_none_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str | None, words: str
+) -> None:
+    monkeypatch.setattr(keys, "COMPILER_TIMEOUT_S", 1)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert compiler_version() == "none"
-    assert compiler_version("'unbalanced") == "none"
-    compiler(tmp_path, "g++", "cannot run", status=1)
-    assert compiler_version() == "none"
+    compiler(tmp_path, "fails", "g++ 12", status=1)
+    for name, line, mode in (("silent", "", 0o755), ("hangs", "exec /bin/sleep 600", 0o755), ("locked", "", 0o644)):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(mode)
+    command = command and command.format(tmp_path)
+    assert compiler_version(command) == "none"
+    assert words in compiler_trouble(command)
+    assert lacks_compiler({"c++ compiler": compiler_version(command)})
+
+
+def test_a_gpu_lacks_no_compiler_and_only_the_compiler_may_differ() -> None:
+    assert not lacks_compiler({"device": "NVIDIA H200"})
+    here = {"device": "cpu", "c++ compiler": "none"}
+    assert differ_in_compiler(here, {"device": "cpu", "c++ compiler": "gcc 12"})
+    assert not differ_in_compiler(here, here)
+    assert not differ_in_compiler(here, {"device": "cpu", "c++ compiler": "gcc 12", "cpu flags": "avx2"})
 
 
 # --- GPUs, as NVML describes them ------------------------------------------------------------------------------------

@@ -189,3 +189,38 @@ def test_a_store_that_hangs_leaves_time_for_the_others(store: DirectoryStore, tm
         ends.set()
     assert contents(live) == TREE
     assert "1 of 2 stores did not list their versions in time" in done.reason
+
+
+def compiled_by(compiler: str, **version: str) -> Key:
+    return Key({"device": "cpu", "c++ compiler": compiler}, {"dtype": "bf16", **version})
+
+
+def test_without_a_compiler_an_environment_that_lacks_only_that_stands_in(
+    store: DirectoryStore, tmp_path: Path, live: Path
+) -> None:
+    here = compiled_by("none")
+    publish(store, tmp_path, {"aa/other": b"o"}, Key({"device": "tpu", "c++ compiler": "gcc 12"}, here.version))
+    publish(store, tmp_path, {"aa/near": b"n"}, compiled_by("gcc 11", dtype="fp32"))
+    publish(store, tmp_path, TREE, compiled_by("gcc 12"))
+    done = Cache([store], None, here, live, LIMITS).restore(LONG_S)
+    assert contents(live) == TREE
+    assert (done.outcome, done.inherited) == (RestoreOutcome.RESTORED, None)
+    assert explain(here, [store]).startswith("Hit:")
+
+
+def test_of_the_one_that_stands_in_another_version_is_inherited(
+    store: DirectoryStore, tmp_path: Path, live: Path
+) -> None:
+    publish(store, tmp_path, TREE, compiled_by("gcc 12", dtype="fp32"))
+    done = Cache([store], None, compiled_by("none"), live, LIMITS).restore(LONG_S)
+    assert contents(live) == TREE
+    assert done.inherited == compiled_by("gcc 12", dtype="fp32").version_digest
+
+
+def test_where_a_compiler_is_another_ones_environment_is_another(
+    store: DirectoryStore, tmp_path: Path, live: Path
+) -> None:
+    publish(store, tmp_path, TREE, compiled_by("gcc 12"))
+    done = Cache([store], None, compiled_by("gcc 13"), live, LIMITS).restore(LONG_S)
+    assert done.outcome is RestoreOutcome.NOTHING
+    assert explain(compiled_by("gcc 13"), [store]).startswith("Miss:")
