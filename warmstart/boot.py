@@ -473,7 +473,6 @@ class _Boot:
         """Waits a moment for the last save, so that the report can tell; a slow store is not waited for."""
         if self.cache is None:
             return
-        self._save_soon()
         with self.clock.phase("persist"):
             settled = self.savers[-1].settle(_READY_S)
         failures = [saved.reason for saved in self._persisted() if saved.outcome is PersistOutcome.FAILED]

@@ -114,7 +114,8 @@ class Served:
         what = f"{request.label}{'' if planned else ' was not warmed, and'}"
         if uncovered := next((region for region in self._regions if region.uncovered), None):
             return f"{what} ran {uncovered.name} uncompiled where no graph covers it: {uncovered.uncovered}"
-        if full := next((region for region in self._regions if region.full), None):
+        # Of a planned request that is not known.
+        if full := next((region for region in self._regions if region.full and not planned), None):
             return f"{what} ran {full.name} uncompiled where none of its {full.full} graphs, the limit, covers it"
         if graphs:
             return f"{what} waited for a compile of {graphs} graph{'s' if graphs > 1 else ''}"

@@ -153,7 +153,7 @@ def test_what_is_not_in_the_cache_runs_uncompiled(boot, bare, right, tmp_path):
     assert "is not in the cache and would have to be built" in booted.report["reason"]
     assert (booted.counts["fx_hits"], booted.counts["kernels_built"]) == (1, 0)
     assert [item["graphs"] for item in booted.drawn] == [0, 0]
-    assert "runs uncompiled" in booted.drawn[1]["reason"]
+    assert "uncompiled where no graph covers it" in booted.drawn[1]["reason"]
     assert booted.pictures == right
 
 
