@@ -12,7 +12,7 @@ from warmstart.leftover import RECORD
 
 # Somebody whom a file's mode can keep out, which it cannot with root.
 USER = 1000
-KINDS = ("kernel.so", "kernel.cpp", "probe.so", "probe.cpp", "wrapper.py", "graph", "autograd", "lock", "record")
+KINDS = ("kernel.so", "kernel.cpp", "probe.so", "probe.cpp", "wrapper.py", "graph", "autograd", "compiler", "lock", "record")
 # What changes nothing that a boot needs: locks are empty, a file that is gone is made anew.
 HARMLESS = {("lock", damage) for damage in ("half", "100 bytes", "emptied", "flipped bit", "deleted")}
 
@@ -20,8 +20,9 @@ HARMLESS = {("lock", damage) for damage in ("half", "100 bytes", "emptied", "fli
 def kind(path: str) -> str:
     """What a file of a live directory is for; raises for one of a kind that is not known here."""
     top, name = path.split("/")[0], path.rpartition("/")[2]
-    if top in ("fxgraph", "aotautograd", "locks"):
-        return {"fxgraph": "graph", "aotautograd": "autograd", "locks": "lock"}[top]
+    folders = {"fxgraph": "graph", "aotautograd": "autograd", "toolchain": "compiler", "locks": "lock"}
+    if top in folders:
+        return folders[top]
     known = {RECORD: "record", ".warmstart-lock": "own lock"}
     ends = {".main.so": "kernel.so", ".main.cpp": "kernel.cpp", ".so": "probe.so", ".cpp": "probe.cpp"}
     found = [what for end, what in {**ends, ".py": "wrapper.py"}.items() if name.endswith(end)]
