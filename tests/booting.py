@@ -65,7 +65,9 @@ class Boot:
         """
         done = self.start(store, **options)
         assert done.returncode == 0, f"the boot failed:\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
-        answer = json.loads(done.stdout.splitlines()[-1])
+        # Not always the last line: what is not saved yet is tried once more, and told, at the process's end.
+        [line] = [line for line in done.stdout.splitlines() if line.startswith('{"report": ')]
+        answer = json.loads(line)
         return Booted(
             answer["report"], answer["drawn"], answer["threads"], done.stdout + done.stderr, answer.get("after")
         )

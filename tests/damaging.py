@@ -12,7 +12,18 @@ from warmstart.leftover import RECORD
 
 # Somebody whom a file's mode can keep out, which it cannot with root.
 USER = 1000
-KINDS = ("kernel.so", "kernel.cpp", "probe.so", "probe.cpp", "wrapper.py", "graph", "autograd", "compiler", "lock", "record")
+KINDS = (
+    "kernel.so",
+    "kernel.cpp",
+    "probe.so",
+    "probe.cpp",
+    "wrapper.py",
+    "graph",
+    "autograd",
+    "compiler",
+    "lock",
+    "record",
+)
 # What changes nothing that a boot needs: locks are empty, a file that is gone is made anew.
 HARMLESS = {("lock", damage) for damage in ("half", "100 bytes", "emptied", "flipped bit", "deleted")}
 

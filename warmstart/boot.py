@@ -273,6 +273,8 @@ class _Boot:
         except (self._regions.RegionsError, SettingsError) as error:
             return self._eager(served, str(error))
         cause = self._attempt(served, self.live)
+        if cause and self.trouble and not self.standing_in and toolchain.works():
+            self.trouble = ""
         if cause and self.trouble and not self.standing_in and self._stand_in(self.live):
             cause = self._attempt(served, self.live)
         if cause and self.standing_in:

@@ -13,6 +13,8 @@ import re
 import shlex
 import signal
 import subprocess
+import sysconfig
+import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -144,6 +146,29 @@ def bound_builds() -> None:
     from torch._inductor import cpp_builder
 
     vars(cpp_builder)["_run_compile_cmd"] = _build
+
+
+def works() -> bool:
+    """Whether the compiler builds a library as small as can be of what torch's have in common: Python and OpenMP.
+
+    A failed compile does not tell: a graph whose kernels are for vector units fails where a damaged test of the
+    processor has said that there are none.
+    """
+    from torch._inductor import cpp_builder
+
+    with tempfile.TemporaryDirectory() as folder:
+        source, library = Path(folder, "small.cpp"), Path(folder, "small.so")
+        try:
+            source.write_text(
+                "#include <Python.h>\n#include <omp.h>\nint threads() { return omp_get_max_threads(); }\n"
+            )
+            flags = ["-shared", "-fPIC", "-fopenmp", f"-I{sysconfig.get_path('include')}"]
+            command = [cpp_builder.get_cpp_compiler(), *flags, str(source), "-o", str(library)]
+            _build(shlex.join(command), folder)
+        # The boundary: whatever it is, nothing can be built.
+        except Exception:  # noqa: BLE001
+            return False
+        return library.is_file()
 
 
 def trouble(error: BaseException) -> str:

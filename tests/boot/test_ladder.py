@@ -143,7 +143,7 @@ def test_what_a_killed_compiler_left_in_a_set_directory_is_built_anew(boot, fill
     assert booted.report["outcome"] == "cold"
     assert any("half-written files" in warning for warning in booted.report["warnings"])
     assert booted.pictures == filled[1].pictures
-    assert booted.report["persisted"][-1]["outcome"] == "published"
+    assert "published" in [saved["outcome"] for saved in booted.report["persisted"]]
 
 
 def test_a_budget_stops_the_warm_up_and_the_next_boot_goes_on(boot, right, tmp_path):

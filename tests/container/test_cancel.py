@@ -10,7 +10,7 @@ from _server import Server
 from warmstart import bundle
 from warmstart.bundle import TEMPORARY_PREFIX, Limits
 
-SEED, CANCELS = 7, 8
+SEED, CANCELS = 7, 6
 WAIT_S = 300.0
 
 
@@ -24,7 +24,7 @@ def test_after_cancels_at_random_the_next_calls_and_the_next_boot_are_right(
     with Server(small, environment=environment, namespace=True) as server:
         planned = server.predict({}).body["output"]
         started = time.monotonic()
-        sizes = [6, 8]
+
         right = {6: server.predict({"tokens": 6}).body["output"]}
         compile_s = time.monotonic() - started
         for number in range(CANCELS):
@@ -37,13 +37,13 @@ def test_after_cancels_at_random_the_next_calls_and_the_next_boot_are_right(
             answer = server.predict({}).body
             assert (answer["status"], answer["output"]) == ("succeeded", planned)
             assert answer["metrics"]["graphs_compiled"] == 0
-        for tokens in (*sizes, *range(10, 10 + CANCELS)):
+        for tokens in (*right, *range(10, 10 + CANCELS)):
             right[tokens] = server.predict({"tokens": tokens}).body["output"]
             # Once it was answered in full, the same again compiles nothing.
             again = server.predict({"tokens": tokens}).body
             assert (again["output"], again["metrics"]["graphs_compiled"]) == (right[tokens], 0)
         live = Path(server.setup_report()["facts"]["live_dir"])
-        assert server.health()["status"] == "READY"
+        assert server.wait_idle(WAIT_S)
     litter = [path for path in tmp_path.rglob(f"{TEMPORARY_PREFIX}*") if live not in path.parents]
     assert litter == []
     with Server(small, environment=environment, namespace=True) as server:

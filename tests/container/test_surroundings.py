@@ -108,7 +108,7 @@ def test_a_read_only_root_with_a_temporary_directory_is_warm_and_cannot_publish(
     _, _, booted = tell(wrap=room(*lines), into=copy, before=TWO, environment=environment)
     [failed] = [saved["reason"] for saved in booted.report["persisted"] if saved["outcome"] == "failed"]
     assert "Read-only file system" in failed
-    assert failed in booted.report["warnings"]
+    assert any(failed in warning for warning in booted.report["warnings"])
 
 
 def test_where_nothing_can_be_written_the_boot_is_eager_and_still_answers(tell):
@@ -242,7 +242,9 @@ def test_a_log_that_nobody_reads_costs_its_lines_only(tell):
 def test_an_odd_temporary_directory_is_used_or_replaced(tell, tmp_path, name):
     odd = tmp_path / name
     if name == "long":
-        odd = tmp_path.joinpath(*["y" * 205] * 18)
+        # The longest path that a system call takes has 4095 bytes.
+        while (left := 4000 - len(str(odd))) > 0:
+            odd /= "y" * min(200, left)
     if name != "none":
         odd.mkdir(parents=True)
     outcome, words, _ = tell(environment={"TMPDIR": str(odd)})
