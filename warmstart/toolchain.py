@@ -159,9 +159,7 @@ def works() -> bool:
     with tempfile.TemporaryDirectory() as folder:
         source, library = Path(folder, "small.cpp"), Path(folder, "small.so")
         try:
-            source.write_text(
-                "#include <Python.h>\n#include <omp.h>\nint threads() { return omp_get_max_threads(); }\n"
-            )
+            source.write_text("#include <Python.h>\n#include <omp.h>\nint f() { return omp_get_max_threads(); }\n")
             flags = ["-shared", "-fPIC", "-fopenmp", f"-I{sysconfig.get_path('include')}"]
             command = [cpp_builder.get_cpp_compiler(), *flags, str(source), "-o", str(library)]
             _build(shlex.join(command), folder)
