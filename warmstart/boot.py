@@ -581,8 +581,8 @@ class _Boot:
             counts=asdict(self.counts) | {"kernels_built": self.kernels_built},
             regions=[_region_row(region) for region in self.regions],
             requests=[_request_row(item) for item in self.warmed],
-            restored=_row(self.restored),
-            persisted=[_row(saved) for saved in self._persisted()],
+            restored=self.restored.row(),
+            persisted=[saved.row() for saved in self._persisted()],
             facts=self._facts(),
             process=self._process(),
             warnings=self.warnings,
@@ -630,10 +630,6 @@ def _sentence(error: Exception) -> str:
     # "backend='inductor' raised:" says less than what follows it.
     lines = [line for line in lines if not line.endswith("raised:")] or lines
     return f"{type(error).__name__}: {lines[0][:300] if lines else 'no message'}"
-
-
-def _row(outcome: Restored | Persisted) -> dict[str, Any]:
-    return asdict(outcome) | {"outcome": outcome.outcome.value}
 
 
 def _region_row(region: Region) -> dict[str, Any]:

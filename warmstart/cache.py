@@ -17,9 +17,9 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from warmstart import bundle as bundles
 from warmstart import siblings
@@ -85,6 +85,10 @@ class Restored:
     inherited: str | None = None
     """Digest of the version whose bundles these are, if this one has none of its own."""
 
+    def row(self) -> dict[str, Any]:
+        """As the report has it."""
+        return asdict(self) | {"outcome": self.outcome.value}
+
 
 @dataclass(frozen=True)
 class Persisted:
@@ -97,6 +101,10 @@ class Persisted:
     bytes: int = 0
     seconds: float = 0.0
     skipped: tuple[str, ...] = ()
+
+    def row(self) -> dict[str, Any]:
+        """As the report has it."""
+        return asdict(self) | {"outcome": self.outcome.value}
 
 
 class Cache:

@@ -84,7 +84,7 @@ class Served:
 
         Args:
             report: what the boot did.
-            saver: saves what a request compiles; None where nothing is saved.
+            saver: saves what a request compiles, and what is not saved yet; None where nothing is saved.
             planned: labels of the requests that are ready.
             regions: what is compiled.
         """
@@ -95,7 +95,7 @@ class Served:
         atexit.register(self.save, self._stop_grace_s)
 
     def save(self, timeout_s: float) -> bool:
-        """Waits until all that was compiled is in the store.
+        """Waits until all that was compiled is in the store, and brings `persisted` of the report up to date.
 
         It is saved in the background anyway, and once more at the process's exit, within WARMSTART_STOP_GRACE_S.
 
@@ -105,7 +105,11 @@ class Served:
         Returns:
             Whether it is; True too where nothing is to be saved.
         """
-        return self._saver is None or self._saver.settle(timeout_s)
+        if self._saver is None:
+            return True
+        settled = self._saver.settle(timeout_s)
+        self.report.persisted = [saved.row() for saved in self._saver.saves]
+        return settled
 
     def _known(self) -> str:
         return ", ".join(sorted(self._planned)) or "nothing, since no request was warmed"

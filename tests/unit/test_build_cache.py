@@ -67,13 +67,14 @@ class Boots:
     outcome: Outcome = Outcome.COLD
     saves: tuple[dict, ...] = (PUBLISHED,)
     calls: list[SimpleNamespace] = dataclasses.field(default_factory=list)
+    waits: list[float] = dataclasses.field(default_factory=list)
 
     def __call__(self, plan, *, sources, settings, publish=True) -> SimpleNamespace:
         live_there = bool(settings.live_dir) and Path(settings.live_dir).is_dir()
         call = SimpleNamespace(plan=plan, sources=sources, settings=settings, publish=publish, live_there=live_there)
         self.calls.append(call)
         report = SimpleNamespace(outcome=self.outcome, reason="because of this", persisted=list(self.saves))
-        return SimpleNamespace(report=report)
+        return SimpleNamespace(report=report, save=self.waits.append)
 
 
 @pytest.fixture
@@ -101,6 +102,7 @@ def test_a_build_fills_cache_and_fails_if_nothing_compiles(command, project, boo
     [call] = boots.calls
     assert (call.settings.cache_url, call.settings.compile, call.publish) == ("cache", "required", True)
     assert "cold boot, 1 new bundles (2.0 MB) in cache" in capsys.readouterr().err
+    assert boots.waits == [call.settings.persist_deadline_s]
 
 
 def test_a_build_fills_the_store_that_is_named_where_the_user_is(
