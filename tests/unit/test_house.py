@@ -142,6 +142,14 @@ def test_quick_leaves_slow_tests_out(runner: types.ModuleType) -> None:
     assert "-m" not in runner.tests(False, []).command[3:]
 
 
+@pytest.mark.parametrize(("cores", "arguments", "two"), [(2, [], True), (1, [], False), (2, ["tests/unit"], False)])
+def test_all_tests_run_two_files_at_a_time_where_there_are_cores(
+    runner: types.ModuleType, monkeypatch: pytest.MonkeyPatch, cores: int, arguments: list[str], two: bool
+) -> None:
+    monkeypatch.setattr(runner.os, "sched_getaffinity", lambda _: set(range(cores)))
+    assert (runner.tests(False, arguments).command[3:5] == ("-n", "2")) is two
+
+
 def test_a_missing_tool_is_named_with_its_package(
     runner: types.ModuleType, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
