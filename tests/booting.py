@@ -100,7 +100,7 @@ class Boot:
 
 
 def rebuild(packed: Path, folder: Path, work: Path) -> None:
-    root = work / "root"
+    root = work / f"root-{packed.name[:12]}"
     root.mkdir()
     bundle.unpack(packed, packed.name.removesuffix(".tar.zst"), root, Limits())
     for library in root.rglob("*.so"):
@@ -109,7 +109,7 @@ def rebuild(packed: Path, folder: Path, work: Path) -> None:
         library.write_bytes(data[:64] + bytes(640) + data[704:])
     entries = [item for path in bundle.scan(root) if (item := incomplete(root, path))]
     made = bundle.pack(root, entries, work, Limits())
-    shutil.copytree(packed.parent, folder, ignore=shutil.ignore_patterns("*.zst"))
+    shutil.copytree(packed.parent, folder, ignore=shutil.ignore_patterns("*.zst"), dirs_exist_ok=True)
     shutil.copyfile(made.path, folder / f"{made.name}.tar.zst")
 
 

@@ -38,11 +38,11 @@ def test_phases_add_up_to_the_boot(cold):
     assert sum(cold.report["phases"].values()) == pytest.approx(cold.report["boot_s"], rel=0.05)
 
 
-def test_work_is_saved_after_each_request_that_compiled(cold):
-    published = [save for save in cold.report["persisted"] if save["outcome"] == "published"]
-    # The first request of a batch of 1 and the first of a larger batch compile; each is in a bundle of its own, so a
-    # boot killed between them keeps the first.
-    assert len(published) == 2
+def test_work_is_saved_while_the_boot_goes_on(cold, shared_store):
+    published = [save["name"] for save in cold.report["persisted"] if save["outcome"] == "published"]
+    # Four graphs, two in each of two requests; a save takes along what was compiled during the one before.
+    assert 2 <= len(published) <= 4
+    assert {f"{name}.tar.zst" for name in published} == {path.name for path in shared_store.glob("*/*/*.tar.zst")}
 
 
 def test_bundles_hold_artifacts_and_nothing_that_only_lay_beside_them(cold, shared_store):
@@ -93,9 +93,10 @@ def test_a_later_boot_elsewhere_is_warm_and_proves_it(warm):
         assert warm.counts[zero] == 0, zero
 
 
-def test_a_warm_boot_publishes_nothing(warm, shared_store):
+def test_a_warm_boot_publishes_nothing(cold, warm, shared_store):
     assert {save["outcome"] for save in warm.report["persisted"]} == {"nothing_new"}
-    assert len(list(shared_store.glob("*/*/*.tar.zst"))) == 2
+    published = [save for save in cold.report["persisted"] if save["outcome"] == "published"]
+    assert len(list(shared_store.glob("*/*/*.tar.zst"))) == len(published)
 
 
 def test_the_pictures_of_a_warm_boot_equal_those_of_a_cold_one_to_the_bit(cold, warm):
