@@ -171,7 +171,8 @@ class _Boot:
         self._settle()
         report = self._report(outcome, reason)
         # Where nothing is compiled no planned request is slower than another, so none is unplanned.
-        ready = self.plan if outcome is Outcome.EAGER else [item.request for item in self.warmed]
+        nothing_compiles = outcome is Outcome.EAGER or self.standing_in
+        ready = self.plan if nothing_compiles else [item.request for item in self.warmed]
         saver = self.savers[-1] if self.cache is not None else None
         served.finish(report, saver, frozenset(request.label for request in ready), self.regions)
         self.ready = True
@@ -272,6 +273,10 @@ class _Boot:
                 self._compile(model)
         except (self._regions.RegionsError, SettingsError) as error:
             return self._eager(served, str(error))
+        # The boundary: torch's private parts, on which some of this leans, may be others in another version.
+        except Exception as error:  # noqa: BLE001
+            self._regions.leave_uncompiled(self.regions)
+            return self._eager(served, f"torch cannot be prepared for the compile: {_sentence(error)}")
         cause = self._attempt(served, self.live)
         if cause and self.trouble and not self.standing_in and toolchain.works():
             self.trouble = ""
@@ -395,16 +400,19 @@ class _Boot:
             # Where it fails without these files too, they may be as good as any.
             suspect.give_up() if cause else suspect.condemn()
         if own and not mixed and not cause and restorer is not None:
-            self._condemn(restorer, broken_by)
+            noting = threading.Thread(target=self._condemn, args=(restorer, self.savers[-1], broken_by), daemon=True)
+            with contextlib.suppress(RuntimeError):  # no thread to be had: the next boot finds out again
+                noting.start()
+                noting.join(_READY_S)
         return cause
 
-    def _condemn(self, restorer: Cache, broken_by: str) -> None:
-        """Has bundles noted as broken once what was compiled in their place is saved, for which this one waits."""
+    def _condemn(self, restorer: Cache, saver: Saver, broken_by: str) -> None:
+        """Has bundles noted as broken once what was compiled in their place is saved; beside a slow store, later."""
         deadline_s = self.settings.persist_deadline_s
-        self.savers[-1].settle(deadline_s)
-        better = {saved.name for saved in self.savers[-1].saves if saved.outcome is PersistOutcome.PUBLISHED}
+        saver.settle(deadline_s)
+        better = {saved.name for saved in saver.saves if saved.outcome is PersistOutcome.PUBLISHED}
         if told := restorer.condemn(better, broken_by, deadline_s):
-            self.warnings.append(told)
+            say(f"warmstart: {told}") if self.ready else self.warnings.append(told)
 
     def _warm(self, served: Served) -> None:
         budget_s = self.settings.setup_budget_s
@@ -493,8 +501,9 @@ class _Boot:
         if self.device == "cpu" and self.live is not None:
             try:
                 toolchain.note(self.live.path)
-            except OSError as error:
-                self.warnings.append(f"which compiler was used cannot be noted: {error.strerror}")
+            # The boundary: in the middle of a region's call, whose compile went well.
+            except Exception as error:  # noqa: BLE001
+                self.warnings.append(f"which compiler was used cannot be noted: {_sentence(error)}")
 
     def _failed_check(self) -> str:
         for region in self.regions:

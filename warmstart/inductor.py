@@ -47,18 +47,26 @@ def forget() -> None:
     from torch._inductor import cpu_vec_isa
     from torch._inductor.utils import clear_caches
 
+    shut_down_workers()  # they keep the variables of the attempt before; torch starts new ones
     torch._dynamo.reset()
     clear_caches()
-    # Torch keeps what its tests said of the processor, and a broken one says that it has no vector units. They are not
-    # among the caches that `clear_caches` knows in torch 2.13; to be taken out when they are.
-    cpu_vec_isa.valid_vec_isa_list.cache_clear()
-    for isa in cpu_vec_isa.supported_vec_isa_list:
-        # Extensions found by the first test would be flags of the next one, which is then another.
-        vars(isa).pop("_is_avx512_bf16_supported", None)
-        vars(isa).pop("_is_amx_fp16_supported", None)
-        for function in (item for kind in type(isa).__mro__ for item in vars(kind).values()):
-            if clear := getattr(function, "cache_clear", None):
-                clear()
+    _forget_processor(cpu_vec_isa)
+
+
+def _forget_processor(cpu_vec_isa: Any) -> None:
+    """Drops what torch's tests said of the processor: a broken one says that it has no vector units.
+
+    They are not among the caches that `clear_caches` knows in torch 2.13; to be taken out when they are.
+    """
+    with contextlib.suppress(AttributeError):  # another version of torch
+        cpu_vec_isa.valid_vec_isa_list.cache_clear()
+        for isa in cpu_vec_isa.supported_vec_isa_list:
+            # Extensions found by the first test would be flags of the next one, which is then another.
+            vars(isa).pop("_is_avx512_bf16_supported", None)
+            vars(isa).pop("_is_amx_fp16_supported", None)
+            for function in (item for kind in type(isa).__mro__ for item in vars(kind).values()):
+                if clear := getattr(function, "cache_clear", None):
+                    clear()
 
 
 def graphs() -> int:
@@ -85,8 +93,12 @@ def counts() -> Counts:
 
 
 def holds_code(live: Path) -> bool:
-    """Whether a live directory has anything that a compile may find; locks are only ever waited for."""
-    return any(path.is_file() and path.suffix != ".lock" for path in live.glob("[!.]*/**/*"))
+    """Whether a live directory has anything that a compile may find; locks are waited for, dot files are our own."""
+    for _, folders, names in os.walk(live):  # it passes over what a neighbour removes meanwhile
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        if any(not name.endswith(".lock") and not name.startswith(".") for name in names):
+            return True
+    return False
 
 
 def kernels(live: Path) -> frozenset[str]:
@@ -169,12 +181,14 @@ def precompile_headers_in(folder: Path) -> None:
     """
     from torch._inductor import codecache
 
-    precompile = codecache._precompile_header
+    precompile = getattr(codecache, "_precompile_header", None)
+    if precompile is None:  # another version of torch
+        return
 
     @functools.cache
     def tolerant(*arguments: Any, **options: Any) -> str:
         try:
-            return precompile(*arguments, **options)
+            return str(precompile(*arguments, **options))
         # The boundary: compiler and disk may raise anything. The kernel's own compile tells what matters.
         except Exception:  # noqa: BLE001
             return ""  # torch then compiles with the header itself

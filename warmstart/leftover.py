@@ -157,6 +157,7 @@ class Leftover:
 
     def begin(self) -> None:
         """Marks that compiled code is about to run for the first time."""
+        self.give_up()  # the mark of an attempt before
         # A full disk costs the mark: then a boot that dies is not noticed.
         with contextlib.suppress(OSError):
             descriptor, name = tempfile.mkstemp(prefix=TEMPORARY_PREFIX, suffix=".tmp", dir=self._root)

@@ -96,6 +96,8 @@ def set_aside(live: LiveDirectory, name: str) -> tuple[LiveDirectory | None, lis
     fresh, refused = _first([(str(base), lambda base=base: new(base)) for base in _bases()])  # type: ignore[misc]
     if fresh is not None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(fresh.path)
+        # Torch 2.13 sets it to a place in the first directory that it compiled in (`triton_heuristics`).
+        os.environ.pop("TRITON_CACHE_DIR", None)
     return fresh, refused
 
 

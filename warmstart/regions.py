@@ -134,6 +134,13 @@ def compile_in_place(
             module._compiled_call_impl = _Call(region, module, compiled, meter)
 
 
+def leave_uncompiled(regions: Sequence[Region]) -> None:
+    """Undoes `compile_in_place`, also where it ended half way."""
+    for region in regions:
+        for module in region.modules:
+            module._compiled_call_impl = None
+
+
 def check_next_call(regions: Sequence[Region]) -> None:
     """Has each region compare its next call with its eager self."""
     for region in regions:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from warmstart import inductor
 from warmstart.inductor import Missing
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from warmstart.regions import Region
     from warmstart.report import Report
     from warmstart.saving import Saver
+
+
+_RUNNING = threading.Lock()
+"""One for all models of the process, as torch's stance and its counters are."""
 
 
 class UnplannedRequestError(ValueError):
@@ -44,7 +48,6 @@ class Served:
         self._saver: Saver | None = None
         self._regions: Sequence[Region] = ()
         self._planned: frozenset[str] = frozenset()
-        self._running = threading.Lock()
 
     def __call__(self, request: Request) -> Result:
         """Answers one request.
@@ -59,18 +62,28 @@ class Served:
                 f" set to refuse (WARMSTART_UNPLANNED=reject); planned are: {self._known()}."
             )
         # One lock round whatever may compile: Dynamo compiles in one thread at a time, and pipelines keep state.
-        with self._running, inductor.compiling(self._missing):
+        with _RUNNING, inductor.compiling(self._missing):
             for region in self._regions:
                 region.uncovered = ""
             before, started = inductor.graphs(), time.perf_counter()
-            outputs = self._model.run(request)
+            outputs = self._run(request)
             seconds, graphs = time.perf_counter() - started, inductor.graphs() - before
             reason = self._why_slower(request, planned, graphs)
         return Result(outputs, seconds, graphs, reason)
 
+    def _run(self, request: Request) -> list[Any]:
+        try:
+            return self._model.run(request)
+        except RuntimeError as error:
+            # Refused outside of our regions, which tell themselves: the model's own code has something compiled.
+            if not inductor.refusal(error):
+                raise
+        with inductor.no_more_graphs():
+            return self._model.run(request)
+
     def rehearse(self, request: Request) -> None:
         """Answers a planned request during the boot, when compiling is allowed."""
-        with self._running, inductor.compiling(Missing.COMPILED):
+        with _RUNNING, inductor.compiling(Missing.COMPILED):
             self._model.run(request)
 
     def never_compile(self) -> None:

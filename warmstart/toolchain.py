@@ -86,7 +86,7 @@ def note(live: Path) -> None:
     text = json.dumps(asdict(here), sort_keys=True)
     path = live / NOTES / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
     path.parent.mkdir(mode=0o700, exist_ok=True)
-    if not path.exists() or path.read_text() != text:
+    if not path.exists() or path.read_bytes() != text.encode():
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         temporary.write_text(text)
         temporary.replace(path)
@@ -156,17 +156,17 @@ def works() -> bool:
     """
     from torch._inductor import cpp_builder
 
-    with tempfile.TemporaryDirectory() as folder:
-        source, library = Path(folder, "small.cpp"), Path(folder, "small.so")
-        try:
+    try:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            source, library = Path(folder, "small.cpp"), Path(folder, "small.so")
             source.write_text("#include <Python.h>\n#include <omp.h>\nint f() { return omp_get_max_threads(); }\n")
             flags = ["-shared", "-fPIC", "-fopenmp", f"-I{sysconfig.get_path('include')}"]
             command = [cpp_builder.get_cpp_compiler(), *flags, str(source), "-o", str(library)]
             _build(shlex.join(command), folder)
-        # The boundary: whatever it is, nothing can be built.
-        except Exception:  # noqa: BLE001
-            return False
-        return library.is_file()
+            return library.is_file()
+    # The boundary: whatever it is, a full disk say, nothing can be built.
+    except Exception:  # noqa: BLE001
+        return False
 
 
 def trouble(error: BaseException) -> str:
