@@ -53,3 +53,18 @@ def test_torch_takes_an_empty_name_for_no_header() -> None:
     plain = CppBuilder(name="o", sources="i", BuildOption=options).get_command_line()
     options.precompiled_header = ""
     assert CppBuilder(name="o", sources="i", BuildOption=options).get_command_line() == plain
+
+
+def test_a_torch_without_that_function_is_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delattr(codecache, "_precompile_header")
+    inductor.precompile_headers_in(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("path", "holds"),
+    [("fxgraph/ab/graph", True), ("locks/a.lock", False), (".warmstart-headers-1/a.gch", False), ("ab/.hidden", False)],
+)
+def test_locks_and_dot_files_are_no_code(tmp_path: Path, path: str, holds: bool) -> None:
+    (tmp_path / path).parent.mkdir(parents=True)
+    (tmp_path / path).write_text("")
+    assert inductor.holds_code(tmp_path) is holds

@@ -262,3 +262,12 @@ def test_a_directory_in_the_place_of_a_file_is_not_that_file(tmp_path: Path) -> 
     opened = len(list(Path("/proc/self/fd").iterdir()))
     assert not bundle.is_whole(tmp_path, item)
     assert len(list(Path("/proc/self/fd").iterdir())) == opened
+
+
+def test_a_second_attempt_leaves_one_mark_and_a_good_end_none(tmp_path: Path) -> None:
+    leftover = Leftover(tmp_path)
+    leftover.begin()
+    leftover.begin()
+    assert len(list(tmp_path.glob(f"{MARK}*"))) == 1
+    leftover.end(())
+    assert list(tmp_path.glob(f"{MARK}*")) == []

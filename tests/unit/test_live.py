@@ -161,3 +161,13 @@ def test_where_nothing_can_be_written_torch_gets_names_that_are_there(tmp_path: 
 def test_what_compiles_nothing_leaves_a_set_place_alone(tmp_path: Path) -> None:
     stand_in(str(tmp_path / "set"))
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == ""
+
+
+def test_a_directory_in_place_of_another_has_triton_inside_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/old")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/old/triton/0")
+    monkeypatch.setattr(live, "_bases", lambda: [tmp_path])
+    fresh, _ = live.set_aside(live.LiveDirectory(tmp_path / "old", ""), "k")
+    assert fresh is not None
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(fresh.path)
+    assert "TRITON_CACHE_DIR" not in os.environ

@@ -1,5 +1,6 @@
 """Finding regions and wrapping their calls; compiling for real is tested in tests/boot."""
 
+import contextlib
 import copy
 
 import pytest
@@ -141,3 +142,53 @@ def test_canonical_keeps_values_and_goes_into_tuples():
     assert (other, number) == ("text", 3)
     # What is contiguous already is not copied.
     assert regions.canonical(base).data_ptr() == base.data_ptr()
+
+
+def test_what_cannot_be_compiled_is_left_as_it_was(compiled):
+    model, region, seen = compiled
+    regions.leave_uncompiled([region])
+    model(torch.randn(1, 4, 4))
+    assert (seen, region.calls) == ([], 0)
+
+
+def test_at_the_limit_of_graphs_no_more_are_made(compiled, monkeypatch):
+    model, region, _ = compiled
+    allowed = []
+    monkeypatch.setattr(regions.inductor, "no_more_graphs", lambda: contextlib.nullcontext(allowed.append("no more")))
+    meter = model.blocks[0]._compiled_call_impl._meter
+    meter.graphs[Block] = OPTIONS.recompile_limit - 1
+    model(torch.randn(1, 4, 4))
+    assert (allowed, region.full) == ([], 0)
+    meter.graphs[Block] += 1
+    model(torch.randn(1, 4, 4))
+    assert (len(allowed), region.full) == (3, OPTIONS.recompile_limit)
+
+
+def test_a_call_that_torch_refuses_runs_uncompiled_and_says_why(compiled, monkeypatch):
+    model, region, _ = compiled
+    model.error = 1.0
+    monkeypatch.setattr(regions.inductor, "no_more_graphs", contextlib.nullcontext)
+    told = (
+        "Detected recompile when torch.compile stance is 'fail_on_recompile'. filename: 'a'\n  - 0/1: tensor 'x' size"
+    )
+
+    def refuse(x):
+        raise RuntimeError(told)
+
+    first = model.blocks[0]._compiled_call_impl
+    monkeypatch.setattr(first, "_compiled", refuse)
+    x = torch.randn(1, 4, 4)
+    assert torch.equal(first(x), model.blocks[0]._call_impl(x))
+    assert region.uncovered == "tensor 'x' size"
+
+
+def test_another_error_of_a_region_is_not_taken_for_a_refusal(compiled, monkeypatch):
+    model, region, _ = compiled
+
+    def fail(x):
+        raise RuntimeError("the disk is full")
+
+    monkeypatch.setattr(model.blocks[0]._compiled_call_impl, "_compiled", fail)
+    with pytest.raises(RuntimeError, match="the disk is full"):
+        model(torch.randn(1, 4, 4))
+    assert region.uncovered == ""

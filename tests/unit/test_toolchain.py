@@ -75,3 +75,13 @@ def test_a_compiler_that_hangs_is_ended_with_all_it_started_and_not_asked_again(
     script.unlink()
     with pytest.raises(BuildError, match="did not end within 1 s"):
         toolchain._build(shlex.join([str(script), "x.cpp"]), str(tmp_path))
+
+
+def test_a_full_disk_is_no_working_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert toolchain.works()
+
+    def full(**_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(toolchain.tempfile, "TemporaryDirectory", full)
+    assert not toolchain.works()
