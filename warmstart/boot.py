@@ -143,6 +143,7 @@ class _Boot:
         self.trouble = self.unbuilt = ""
         self.standing_in = False
         self.noted: Path | None = None
+        self.headers: Path | None = None
         with self.clock.phase("key"):
             self.device = identity.device(settings)
             self.key = identity.current_key(plan, sources=sources, settings=settings)
@@ -168,6 +169,8 @@ class _Boot:
             served.never_compile()
         with self.clock.phase("workers"):
             inductor.shut_down_workers()
+            if self.headers is not None and self.settings.unplanned != "compile":
+                inductor.drop_headers(self.headers)
         self._settle()
         report = self._report(outcome, reason)
         # Where nothing is compiled no planned request is slower than another, so none is unplanned.
@@ -312,7 +315,8 @@ class _Boot:
         )
         self._regions.compile_in_place(self.regions, options, self._save_soon)
         if self.live is not None:
-            inductor.precompile_headers_in(headers_in(self.live.path))
+            self.headers = headers_in(self.live.path)
+            inductor.precompile_headers_in(self.headers)
 
     def _graph_limit(self) -> int:
         """Most graphs of one region: a few for each planned request, far above what is needed, and for unplanned ones.

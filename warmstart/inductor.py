@@ -10,6 +10,7 @@ import contextlib
 import enum
 import functools
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -214,6 +215,14 @@ def vector_isa() -> str | None:
         return None
     chosen = known.pick_vec_isa()
     return "none" if chosen is known.invalid_vec_isa else str(chosen)
+
+
+def drop_headers(folder: Path) -> None:
+    """Removes what was precompiled, 150 MB a header, once nothing more is to be compiled; what is, does without."""
+    from torch._inductor import codecache
+
+    vars(codecache)["_precompile_header"] = lambda *_, **__: ""
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def compile_events() -> list[dict[str, object]]:

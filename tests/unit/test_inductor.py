@@ -68,3 +68,14 @@ def test_locks_and_dot_files_are_no_code(tmp_path: Path, path: str, holds: bool)
     (tmp_path / path).parent.mkdir(parents=True)
     (tmp_path / path).write_text("")
     assert inductor.holds_code(tmp_path) is holds
+
+
+def test_headers_that_are_dropped_are_not_named_again(monkeypatch, counted, tmp_path) -> None:
+    monkeypatch.setattr(codecache, "_precompile_header", lambda header, command: f"{codecache._HEADER_DIR}/{header}")
+    inductor.precompile_headers_in(tmp_path / "headers")
+    (tmp_path / "headers").mkdir()
+    counted["fxgraph_cache_miss"] = 1
+    assert codecache._precompile_header("a.h", "g++")
+    inductor.drop_headers(tmp_path / "headers")
+    assert codecache._precompile_header("a.h", "g++") == ""
+    assert list(tmp_path.iterdir()) == []
