@@ -87,6 +87,11 @@ class Left:
     seconds: float
 
 
+def graphs_in(files: set[tuple[str, str]]) -> set[str]:
+    """Return the graphs among files: Inductor's directory has a folder for each."""
+    return {"/".join(path.split("/")[:3]) for path, _ in files if path.startswith("fxgraph/")}
+
+
 @dataclass
 class Audit:
     """Looks through a store that processes die over, and remembers what it held."""
@@ -94,6 +99,7 @@ class Audit:
     store: Path
     held: dict[str, set[tuple[str, str]]] = field(default_factory=dict)  # version -> its files, path and sha256
     _read: dict[Path, tuple[os.stat_result, set[tuple[str, str]]]] = field(default_factory=dict)
+    _first: dict[str, str] = field(default_factory=dict)  # graph -> the version that had it first
 
     def look(self) -> None:
         """Raise Violation if anything is lost, damaged, or could be taken for what it is not."""
@@ -110,6 +116,9 @@ class Audit:
             if missing := files - now.get(version, set()):
                 raise Violation(f"the store lost {len(missing)} files, {min(missing)[0]} for one")
         self.held = now
+        for version, files in now.items():
+            for graph in graphs_in(files):
+                self._first.setdefault(graph, version)
         known = (".json", SUFFIX, ".hmac", ".covered")
         for path in self.store.rglob("*"):
             if path.is_file() and not (is_temporary(path) or path.name.endswith(known)):
@@ -130,8 +139,11 @@ class Audit:
         return found
 
     def graphs(self, version: str) -> int:
-        """Return how many graphs a version's bundles hold: Inductor's directory has a folder for each."""
-        return len({"/".join(path.split("/")[:3]) for path, _ in self.held.get(version, ()) if path.startswith("fxg")})
+        """Return how many graphs of its own a version's bundles hold.
+
+        A directory that outlives its boots also has what one of them inherited, and all in it is published.
+        """
+        return sum(self._first.get(graph, version) == version for graph in graphs_in(self.held.get(version, set())))
 
     def litter(self) -> list[Path]:
         """Return the temporary files that kills left."""
