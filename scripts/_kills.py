@@ -197,19 +197,19 @@ class Place:
 
 
 def phase_of(lines: list[str]) -> str:
-    """Return the innermost phase that had begun and not ended; several warm-ups are told apart by their saves."""
+    """Return the innermost phase that had begun and not ended; planned requests are told apart by their number."""
     running: list[str] = []
     for line in lines:
         if line.startswith("+"):
             running.append(line[1:])
         elif line[1:] in running:
             running.remove(line[1:])
-    phases = [name for name in running if name not in ("setup", "restoring", "saving")]
+    phases = [name for name in running if name not in ("setup", "restoring", "saving", "request")]
     if not running:
         return "start"
     inner = phases[-1] if phases else running[-1]
     if inner == "warm-up":
-        return "saving" if "saving" in running else f"compile {lines.count('+saving') + 1}"
+        return "saving" if "saving" in running else f"compile {lines.count('+request')}"
     return "restore" if "restoring" in running and inner != "key" else inner
 
 
@@ -316,7 +316,7 @@ class Campaign:
         nth = chance.randint(1, SIZES)
         passed: Callable[[list[str]], bool] = {
             "restore": lambda lines: "+restoring" in lines,
-            "compile": lambda lines: lines.count("+saving") >= nth - 1 and "+warm-up" in lines,
+            "compile": lambda lines: lines.count("+request") >= nth,
             "saving": lambda lines: lines.count("+saving") >= nth or "+verify" in lines,
             "save": lambda lines: "+verify" in lines or bool(set(self.audit.litter()) - before),
             "verify": lambda lines: "+verify" in lines,

@@ -20,7 +20,7 @@ from warmstart.bundle import Limits
 from warmstart.cache import Cache, Persisted, PersistOutcome, Restored, RestoreOutcome, explain
 from warmstart.key import compiler_trouble, lacks_compiler
 from warmstart.leftover import Leftover, UnfitError
-from warmstart.live import LiveDirectory, headers_in, prepare, set_aside, stand_in
+from warmstart.live import LiveDirectory, do_without, headers_in, prepare, set_aside
 from warmstart.models import ModelError
 from warmstart.report import Evidence, Outcome, Report, Stopwatch, decide, say
 from warmstart.saving import Saver
@@ -187,7 +187,7 @@ class _Boot:
     def _start_restore(self) -> _Restoring | None:
         with self.clock.phase("key"):
             if self.settings.compile == "off":
-                stand_in(self.settings.live_dir or self.settings.torch_cache_dir)
+                do_without(self.settings.live_dir or self.settings.torch_cache_dir)
                 return None
             self.live = self._prepare_live()
             if self.live is None:
@@ -489,9 +489,10 @@ class _Boot:
             return
         with self.clock.phase("persist"):
             settled = self.savers[-1].settle(_READY_S)
-        failures = [saved.reason for saved in self._persisted() if saved.outcome is PersistOutcome.FAILED]
-        if failures or not settled:
-            reason = failures[-1] if failures else f"it had not ended after {_READY_S:g} s"
+        if not settled:
+            last = self.savers[-1].saves[-1:]
+            failed = bool(last) and last[0].outcome is PersistOutcome.FAILED
+            reason = last[0].reason if failed else f"it had not ended after {_READY_S:g} s"
             self.warnings.append(f"not all is saved yet, which goes on in the background: {reason}")
 
     def _tell_saved(self, saved: Persisted) -> None:

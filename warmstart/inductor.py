@@ -225,23 +225,6 @@ def drop_headers(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def compile_events() -> list[dict[str, object]]:
-    """Torch's record of each compile so far: where, how long in each stage (seconds), and why again."""
-    from torch._dynamo.utils import get_compilation_metrics
-
-    return [
-        {
-            "function": event.co_name,
-            "dynamo_s": _seconds(event.dynamo_cumulative_compile_time_us),
-            "aot_autograd_s": _seconds(event.aot_autograd_cumulative_compile_time_us),
-            "inductor_s": _seconds(event.inductor_cumulative_compile_time_us),
-            "recompile_reason": event.recompile_reason,
-            "failed": event.fail_reason,
-        }
-        for event in get_compilation_metrics()
-    ]
-
-
 def shut_down_workers() -> None:
     """Ends Inductor's pool of compile processes, each of which would keep a copy of torch in memory for ever."""
     # Where nothing was compiled there is none, and importing it fails where there is no temporary directory.
@@ -250,7 +233,3 @@ def shut_down_workers() -> None:
     from torch._inductor.async_compile import shutdown_compile_workers
 
     shutdown_compile_workers()
-
-
-def _seconds(microseconds: int | None) -> float:
-    return round((microseconds or 0) / 1e6, 4)

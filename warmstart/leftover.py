@@ -170,9 +170,9 @@ class Leftover:
             self._mark = path, descriptor
 
     def record(self, entries: Iterable[Entry]) -> None:
-        """Adds files to the record, once a request was answered with them; safe from any thread.
+        """Adds files to the record, once a save has read them; safe from any thread.
 
-        Files of others that no request has proved yet are left out until the boot has ended.
+        Files of others, which nothing has proved yet, are left out until the boot has ended.
         """
         lines = {item.path: item for item in entries if item.path not in self._theirs}
         with self._writing, contextlib.suppress(OSError):

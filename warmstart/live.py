@@ -56,11 +56,11 @@ def prepare(preset: str, name: str) -> tuple[LiveDirectory | None, list[str]]:
         # Triton then writes into a directory inside the live one, where it is saved along.
         os.environ.pop("TRITON_CACHE_DIR", None)
     else:
-        stand_in(preset)
+        do_without(preset)
     return live, refused
 
 
-def stand_in(preset: str) -> None:
+def do_without(preset: str) -> None:
     """Lets torch be imported by a process that compiles nothing, where it could not even make a directory.
 
     Torch 2.13 makes its cache directory, in the temporary one if none is set, while Dynamo is imported, which diffusers

@@ -66,20 +66,20 @@ class Served:
             for region in self._regions:
                 region.uncovered = ""
             before, started = inductor.graphs(), time.perf_counter()
-            outputs = self._run(request)
+            outputs, refused = self._run(request)
             seconds, graphs = time.perf_counter() - started, inductor.graphs() - before
-            reason = self._why_slower(request, planned, graphs)
+            reason = self._why_slower(request, planned, graphs, refused)
         return Result(outputs, seconds, graphs, reason)
 
-    def _run(self, request: Request) -> list[Any]:
+    def _run(self, request: Request) -> tuple[list[Any], str]:
+        """Answers a request; also says what of the model's own compiled code no graph covered, outside our regions."""
         try:
-            return self._model.run(request)
+            return self._model.run(request), ""
         except RuntimeError as error:
-            # Refused outside of our regions, which tell themselves: the model's own code has something compiled.
-            if not inductor.refusal(error):
+            if not (refused := inductor.refusal(error)):
                 raise
         with inductor.no_more_graphs():
-            return self._model.run(request)
+            return self._model.run(request), refused
 
     def rehearse(self, request: Request) -> None:
         """Answers a planned request during the boot, when compiling is allowed."""
@@ -127,10 +127,12 @@ class Served:
     def _known(self) -> str:
         return ", ".join(sorted(self._planned)) or "nothing, since no request was warmed"
 
-    def _why_slower(self, request: Request, planned: bool, graphs: int) -> str:
+    def _why_slower(self, request: Request, planned: bool, graphs: int, refused: str) -> str:
         what = f"{request.label}{'' if planned else ' was not warmed, and'}"
         if uncovered := next((region for region in self._regions if region.uncovered), None):
             return f"{what} ran {uncovered.name} uncompiled where no graph covers it: {uncovered.uncovered}"
+        if refused:
+            return f"{what} ran again uncompiled where no graph of the model's own code covers it: {refused}"
         # Of a planned request that is not known.
         if full := next((region for region in self._regions if region.full and not planned), None):
             return f"{what} ran {full.name} uncompiled where none of its {full.full} graphs, the limit, covers it"

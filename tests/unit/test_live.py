@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from warmstart import live
-from warmstart.live import LiveDirectory, prepare, set_aside, stand_in
+from warmstart.live import LiveDirectory, do_without, prepare, set_aside
 
 
 @pytest.fixture(autouse=True)
@@ -154,12 +154,12 @@ def test_without_a_temporary_directory_one_is_made_in_the_set_place(tmp_path: Pa
 @pytest.mark.usefixtures("nothing")
 @pytest.mark.parametrize("preset", ["", "first/below"])
 def test_where_nothing_can_be_written_torch_gets_names_that_are_there(tmp_path: Path, preset: str) -> None:
-    stand_in(preset and str(tmp_path / preset))
+    do_without(preset and str(tmp_path / preset))
     assert (os.environ["TORCHINDUCTOR_CACHE_DIR"], tempfile.gettempdir()) == ("/", "/tmp")
 
 
 def test_what_compiles_nothing_leaves_a_set_place_alone(tmp_path: Path) -> None:
-    stand_in(str(tmp_path / "set"))
+    do_without(str(tmp_path / "set"))
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == ""
 
 

@@ -1,13 +1,16 @@
 """When is saved: soon, one save at a time, again after a failure, and never in the way of who asks for it."""
 
+import importlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 
 from warmstart import saving
 from warmstart.cache import Persisted, PersistOutcome
+from warmstart.report import Stopwatch
 from warmstart.saving import Saver
 
 LONG_S = 60.0
@@ -146,3 +149,21 @@ def test_where_no_thread_can_be_started_who_waits_saves(told, monkeypatch: pytes
     assert cache.saves == 0
     assert [saver.settle(LONG_S), saver.settle(LONG_S), saver.settle(LONG_S)] == [False, True, True]
     assert cache.saves == 2
+
+
+@pytest.mark.parametrize(
+    ("settled", "outcomes", "words"),
+    [
+        (True, ["failed", "published"], ""),
+        (False, ["published", "failed"], "because failed"),
+        (False, ["failed", "published"], "it had not ended after 2 s"),
+        (False, [], "it had not ended after 2 s"),
+    ],
+)
+def test_a_boot_warns_of_what_is_not_saved_and_not_of_what_was_in_the_end(settled, outcomes, words) -> None:
+    here = object.__new__(importlib.import_module("warmstart.boot")._Boot)
+    here.clock, here.warnings, here.cache = Stopwatch(), [], SimpleNamespace()
+    saves = [Persisted(PersistOutcome(outcome), f"because {outcome}") for outcome in outcomes]
+    here.savers = [SimpleNamespace(saves=saves, settle=lambda _: settled)]
+    here._settle()
+    assert [words in warning for warning in here.warnings] == ([] if settled else [True])

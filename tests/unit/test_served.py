@@ -32,7 +32,10 @@ def test_what_the_model_compiles_itself_is_answered_where_no_graph_covers_it(unp
     model = served(OwnCompile(), unplanned)
     model.rehearse(Request("a", {"size": 4}))
     before = inductor.graphs()
-    assert model(Request("b", {"size": 8})).outputs[0].tolist() == [2.0] * 8
+    result = model(Request("b", {"size": 8}))
+    assert result.outputs[0].tolist() == [2.0] * 8
+    told = "ran again uncompiled where no graph of the model's own code covers it: " in result.reason
+    assert told is (unplanned == "eager")
     assert (inductor.graphs() > before) is (unplanned == "compile")
 
 
