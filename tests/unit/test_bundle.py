@@ -382,6 +382,24 @@ def test_one_bad_member_keeps_all_the_others_out(tmp_path: Path) -> None:
     refused(tmp_path, compressed(forged([index(*map(line, names)), *members])), "f019 is not as")
 
 
+@pytest.mark.parametrize("more", [b"\0", bytes(512), b"hidden"], ids=["a byte", "a block", "text"])
+def test_a_little_after_the_end_is_refused(tmp_path: Path, more: bytes) -> None:
+    """So little that it is read along with what comes before it."""
+    good = forged([index(line("a")), member("a", b"x")])
+    refused(tmp_path, compressed(good + more), "goes on after its end")
+
+
+@pytest.mark.parametrize("size_bytes", [1, (1 << 20) + 1], ids=["small", "large"])
+def test_nothing_hides_in_the_padding(tmp_path: Path, size_bytes: int) -> None:
+    data = b"x" * size_bytes
+    first, second = index(line("a", data)), member("a", data)
+    good = forged([first, second])
+    after_index = 512 + len(first[1])
+    for at, what in ((after_index, "after index.json"), (len(good) - 1024 - 1, "after a")):
+        assert good[at] == 0
+        refused(tmp_path, compressed(good[:at] + b"!" + good[at + 1 :]), f"The padding {what} is not as")
+
+
 def test_a_bomb_stops_at_the_limit(tmp_path: Path) -> None:
     small = Limits(max_raw_bytes=1 << 20, max_file_bytes=1 << 20, max_files=10, reserve_bytes=0)
     zeros = bytes(64 << 20)
