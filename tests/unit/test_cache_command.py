@@ -377,7 +377,9 @@ def test_what_a_compaction_removes_meanwhile_is_not_damaged(project: Path, store
 
 def run_changed(project: Path, change: str, script: str, *arguments: str, **more: str) -> subprocess.Popen[str]:
     """Starts a script in a process in which something was replaced before."""
-    code = f"import runpy, sys\n{change}\nsys.argv = {[script, *arguments]!r}\n"
+    # These tests may run under nohup themselves, which ignores the signal for all that it starts.
+    code = "import runpy, signal, sys\nsignal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
+    code += f"{change}\nsys.argv = {[script, *arguments]!r}\n"
     code += f"runpy.run_path({str(project / 'scripts' / script)!r}, run_name='__main__')"
     clean = {name: value for name, value in os.environ.items() if not name.startswith("WARMSTART_")}
     places = os.pathsep.join([str(ROOT), str(ROOT / "scripts")])
