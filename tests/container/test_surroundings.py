@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -157,13 +158,15 @@ def test_a_directory_of_our_name_that_another_user_made_is_not_used(tell):
     assert "/warmstart-0-" in booted.report["facts"]["live_dir"]
 
 
-def test_a_set_directory_with_a_part_that_another_user_made_is_replaced(tell, tmp_path):
-    preset = tmp_path / "preset"
-    (preset / "fxgraph").mkdir(parents=True)
-    for folder in (tmp_path, *tmp_path.parents[:2], preset):
-        folder.chmod(0o777)
-    environment = {"TORCHINDUCTOR_CACHE_DIR": str(preset), "HOME": None}
-    outcome, words, _ = tell(wrap=limited(), environment=environment)
+def test_a_set_directory_with_a_part_that_another_user_made_is_replaced(tell):
+    # Not in pytest's own directory, which it keeps from other users.
+    with tempfile.TemporaryDirectory() as folder:
+        preset = Path(folder, "preset")
+        (preset / "fxgraph").mkdir(parents=True)
+        for path in (Path(folder), preset):
+            path.chmod(0o777)
+        environment = {"TORCHINDUCTOR_CACHE_DIR": str(preset), "HOME": None}
+        outcome, words, _ = tell(wrap=limited(), environment=environment)
     assert outcome == "warm"
     assert "its fxgraph belongs to user 0, not to this one" in words
 
