@@ -1,8 +1,6 @@
 """scripts/build_cache: what it asks of a boot, what it makes of the report, and that a check changes no store."""
 
 import dataclasses
-import importlib.machinery
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -12,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 from artifacts import ROOT, TREE, contents, fill, packed
+from project_tree import load_command
 
 import warmstart
 from warmstart.report import Outcome
@@ -52,12 +51,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="module")
 def command() -> ModuleType:
-    loader = importlib.machinery.SourceFileLoader("build_cache", str(ROOT / "scripts" / "build_cache"))
-    spec = importlib.util.spec_from_loader("build_cache", loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
-    return module
+    return load_command("build_cache")
 
 
 @dataclasses.dataclass

@@ -7,12 +7,10 @@ import subprocess
 import sys
 import tomllib
 import types
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 
 import pytest
-from project_tree import ROOT, commands, project_files, text_files
+from project_tree import ROOT, commands, load_command, project_files, text_files
 
 MAX_FUNCTION_LINES = 45
 
@@ -94,12 +92,8 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     environment = types.ModuleType("_venv")
     environment.ensure = lambda dev: None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "_venv", environment)
-    loader = SourceFileLoader("scripts_test", str(ROOT / "scripts" / "test"))
-    spec = spec_from_loader("scripts_test", loader)
-    assert spec
-    module = module_from_spec(spec)
+    module = load_command("test", "scripts_test")
     monkeypatch.setitem(sys.modules, "scripts_test", module)
-    loader.exec_module(module)
     return module
 
 
