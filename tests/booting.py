@@ -26,7 +26,7 @@ DRAWN = [
 # One request and the one region that is quick to compile: enough to climb every rung.
 ONE = "import predict\nPLAN = [predict.request('7', '1:1', 1, 1, 1.0, 0)]"
 TWO = ONE + "\nPLAN.append(predict.request('7', '3:2', 1, 1, 1.0, 0))"
-SMALL = {"WARMSTART_REGIONS": "FluxTransformerBlock"}
+SMALL = {"WARMSTART_REGIONS": "FeedForward"}
 SEVEN = [["a handwritten seven", "1:1", 1, 8, 1.0, 11]]
 
 

@@ -71,11 +71,11 @@ def test_sixty_four_shapes_in_a_row_compile_nothing_and_are_right(boot, uncompil
         width, height = size
         assert reason.startswith(f"{width}x{height} was not warmed, and ran ")
         # With graph breaks torch cannot be asked what no graph covers.
-        assert ("transformer.FluxTransformerBlock uncompiled" in reason) is (fullgraph == "true")
+        assert ("transformer.FeedForward uncompiled" in reason) is (fullgraph == "true")
     # It says that it is warmed, and is not: right, slower, and told where torch can be asked.
     assert hidden[0] == uncompiled[3 * 8 + 1]
     if fullgraph == "true":
-        told = "64x64 ran transformer.FluxTransformerBlock uncompiled where no graph covers it: "
+        told = "64x64 ran transformer.FeedForward uncompiled where no graph covers it: "
         assert hidden[1].startswith(told)
         assert "size mismatch" in hidden[1]
 

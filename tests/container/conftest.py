@@ -97,7 +97,7 @@ def small_environment(model_dir: Path, tmp_path: Path) -> dict[str, str | None]:
     return {
         "PYTHONPATH": str(ROOT),
         "WARMSTART_MODEL": str(model_dir),
-        "WARMSTART_REGIONS": "FluxTransformerBlock",
+        "WARMSTART_REGIONS": "FeedForward",
         "WARMSTART_CACHE_URL": str(tmp_path / "store"),
         "TMPDIR": str(tmp_path / "tmp"),
         "TORCHINDUCTOR_CACHE_DIR": None,

@@ -238,7 +238,7 @@ def run(template: Path, *arguments: str, **environment: str) -> subprocess.Compl
     place = template.parent / "tmp"
     place.mkdir(exist_ok=True)
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("WARMSTART_", "TORCH"))}
-    clean |= {"TMPDIR": str(place), "WARMSTART_REGIONS": "FluxTransformerBlock", "OMP_NUM_THREADS": "1"}
+    clean |= {"TMPDIR": str(place), "WARMSTART_REGIONS": "FeedForward", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, template / "scripts" / "build_cache", *arguments]
     return subprocess.run(command, cwd=template, env=clean | environment, capture_output=True, text=True, timeout=900)
 
