@@ -42,6 +42,64 @@ class Counts:
         return Counts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
+@dataclass(frozen=True)
+class Compile:
+    """One compile by torch's own record: what it took, and what no earlier graph of that code covered."""
+
+    dynamo_s: float
+    """Tracing Python into a graph, and its guards."""
+    aot_autograd_s: float
+    """What AOTAutograd does before Inductor, or looking the graph up in the cache and loading it."""
+    inductor_s: float
+    """Inductor's passes and scheduling."""
+    codegen_s: float
+    """Writing the kernels' code, and precompiling C++ headers."""
+    kernels_s: float
+    """Waiting for the compilers of C++ or Triton."""
+    reason: str
+    """Why earlier graphs of the same code did not do, in torch's words; "" if there was none."""
+
+
+MAX_RECORDS = 1024
+"""How many compiles torch is to remember; its own limit of 64 is less than one call of a model may need."""
+
+
+def keep_records() -> None:
+    """Has torch remember all its compiles until `take_compiles` is asked for them."""
+    from torch._dynamo.utils import set_compilation_metrics_limit
+
+    set_compilation_metrics_limit(MAX_RECORDS)
+
+
+def take_compiles() -> list[Compile]:
+    """Returns torch's records of the compiles since it was asked last, of any thread, and drops them."""
+    from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
+
+    records = get_compilation_metrics()
+    clear_compilation_metrics()
+    return [_compile(record) for record in records]
+
+
+def _compile(record: Any) -> Compile:
+    # Torch counts each stage with all that it calls; here each second is in one stage only.
+    whole, aot, inductor, codegen, kernels = (
+        (getattr(record, name, None) or 0) / 1e6
+        for name in (
+            "dynamo_cumulative_compile_time_us",
+            "aot_autograd_cumulative_compile_time_us",
+            "inductor_cumulative_compile_time_us",
+            "inductor_code_gen_cumulative_compile_time_us",
+            # Also of C++ kernels, whatever its name says.
+            "triton_compile_time_us",
+        )
+    )
+    # Where the graph is from the cache its kernels are waited for outside Inductor's code generation.
+    within = codegen if codegen else aot
+    stages = [whole - aot, aot - inductor, inductor - codegen, codegen, kernels]
+    stages[3 if codegen else 1] -= min(kernels, within)
+    return Compile(*(max(0.0, stage) for stage in stages), reason=getattr(record, "recompile_reason", None) or "")
+
+
 def forget() -> None:
     """Drops all graphs of this process and what torch keeps in memory of its cache's files."""
     import torch

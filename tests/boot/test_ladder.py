@@ -158,17 +158,6 @@ def test_a_budget_stops_the_warm_up_and_the_next_boot_goes_on(boot, right, tmp_p
     assert third.report["outcome"] == "warm"
 
 
-@pytest.mark.parametrize("fullgraph", ["true", "false"])
-def test_an_unplanned_shape_runs_uncompiled_by_default(boot, filled, fullgraph, tmp_path):
-    store = filled[0] if fullgraph == "true" else tmp_path / "store"
-    wide = [["three", "3:2", count, 8, 1.0, 12] for count in (1, 2, 3, 4)]
-    environment = {**SMALL, "WARMSTART_FULLGRAPH": fullgraph}
-    booted = boot(store, draw=[*wide, *SEVEN], before=ONE, environment=environment)
-    eager = boot(store, draw=[*wide, *SEVEN], before=ONE, environment={"WARMSTART_COMPILE": "off"})
-    assert [item["graphs"] for item in booted.drawn] == [0, 0, 0, 0, 0]
-    assert booted.pictures[:4] == eager.pictures[:4]
-
-
 def test_an_unplanned_shape_is_compiled_and_kept_where_that_is_the_policy(boot, filled, tmp_path):
     store = shutil.copytree(filled[0], tmp_path / "store")
     before = len(list(store.glob("*/*/*.tar.zst")))

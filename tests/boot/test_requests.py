@@ -1,7 +1,7 @@
 """No request pays for a compile: many shapes in a row, from many threads, whatever the limits of the compiler."""
 
 import pytest
-from booting import SMALL
+from booting import BLOCK
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -52,7 +52,7 @@ def uncompiled(boot, tmp_path_factory):
 
 @pytest.mark.parametrize("fullgraph", ["true", "false"])
 def test_sixty_four_shapes_in_a_row_compile_nothing_and_are_right(boot, uncompiled, tmp_path, fullgraph):
-    environment = {**SMALL, "WARMSTART_FULLGRAPH": fullgraph}
+    environment = {**BLOCK, "WARMSTART_FULLGRAPH": fullgraph}
     booted = boot(tmp_path / "store", before=MANY, after=HIDDEN, environment=environment)
     asked, *hidden = booted.after
     assert booted.report["outcome"] == "cold"
@@ -71,11 +71,11 @@ def test_sixty_four_shapes_in_a_row_compile_nothing_and_are_right(boot, uncompil
         width, height = size
         assert reason.startswith(f"{width}x{height} was not warmed, and ran ")
         # With graph breaks torch cannot be asked what no graph covers.
-        assert ("transformer.FeedForward uncompiled" in reason) is (fullgraph == "true")
+        assert ("transformer.FluxTransformerBlock uncompiled" in reason) is (fullgraph == "true")
     # It says that it is warmed, and is not: right, slower, and told where torch can be asked.
     assert hidden[0] == uncompiled[3 * 8 + 1]
     if fullgraph == "true":
-        told = "64x64 ran transformer.FeedForward uncompiled where no graph covers it: "
+        told = "64x64 ran transformer.FluxTransformerBlock uncompiled where no graph covers it: "
         assert hidden[1].startswith(told)
         assert "size mismatch" in hidden[1]
 
@@ -83,7 +83,7 @@ def test_sixty_four_shapes_in_a_row_compile_nothing_and_are_right(boot, uncompil
 def test_the_limit_of_graphs_is_met_openly_and_the_rest_is_served_uncompiled(boot, uncompiled, tmp_path):
     """Torch would fail here, since the region is to be one graph, and say nothing where it need not be."""
     few = MANY + "SIZES = SIZES[:5]\nfrom warmstart.boot import _Boot\n_Boot._graph_limit = lambda self: 3\n"
-    environment = {**SMALL, "WARMSTART_UNPLANNED": "compile", "WARMSTART_DYNAMIC": "false"}
+    environment = {**BLOCK, "WARMSTART_UNPLANNED": "compile", "WARMSTART_DYNAMIC": "false"}
     booted = boot(tmp_path / "store", before=few, after=ASK, environment=environment)
     *others, planned = booted.after
     assert [graphs for _, _, graphs, _ in booted.after] == [1, 1, 0, 0, 0, 0]

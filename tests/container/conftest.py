@@ -1,14 +1,12 @@
 """Servers for the tests that speak HTTP: one of the real model for a whole file, and one of a toy too."""
 
-import sys
-import types
 from collections.abc import Callable, Iterator
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from _server import Server
+from loading import load_command
 from webhook import Webhook
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -131,19 +129,9 @@ def server(boot_environment: dict[str, str]) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
-def command() -> Callable[[str], types.ModuleType]:
-    """Return a function that loads a command of scripts/ as a module."""
-
-    def load(name: str) -> types.ModuleType:
-        loader = SourceFileLoader(f"scripts_{name}", str(ROOT / "scripts" / name))
-        spec = spec_from_loader(loader.name, loader)
-        assert spec
-        module = module_from_spec(spec)
-        sys.modules[loader.name] = module
-        loader.exec_module(module)
-        return module
-
-    return load
+def command() -> Callable[[str], ModuleType]:
+    """The function that loads a command of scripts/ as a module."""
+    return load_command
 
 
 @pytest.fixture

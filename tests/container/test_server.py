@@ -13,6 +13,7 @@ from typing import Any
 
 import _watchdog
 import pytest
+import yaml
 from _server import Server, ServerError, descendants
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
@@ -253,3 +254,45 @@ def test_a_missing_tool_is_named_with_its_package(toy: Path, monkeypatch: pytest
     monkeypatch.setattr("_server.shutil.which", lambda tool: None if tool == "tini" else f"/usr/bin/{tool}")
     with pytest.raises(ServerError, match=r"tini is not on PATH.*apt install tini"):
         Server(toy, namespace=True)
+
+
+# --- The probe that docs/deploying.md gives to Kubernetes ------------------------------------------------------------
+
+
+def probe(server: Server) -> int:
+    """Run the probe of the document against this server and return its exit status; 0 is ready."""
+    text = (SCRIPTS.parent / "docs/deploying.md").read_text()
+    [block] = re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    [container] = yaml.safe_load(block)["spec"]["containers"]
+    [*command, code] = container["readinessProbe"]["exec"]["command"]
+    assert command == ["python", "-c"]
+    code = code.replace("http://127.0.0.1:5000", server.url)
+    return subprocess.run([sys.executable, "-c", code], stderr=subprocess.DEVNULL, timeout=DEADLINE_S).returncode
+
+
+def test_the_probe_waits_for_setup(toy: Path, environment: dict[str, str]) -> None:
+    server = Server(toy, environment={**environment, "TOY_SETUP_S": "60"})
+    try:
+        started(server)
+        assert server.get("/health-check").status == 200
+        assert probe(server) == 1
+    finally:
+        server.stop()
+
+
+def test_the_probe_tells_a_server_at_work_from_one_whose_worker_is_dead(
+    running: Server,
+) -> None:
+    assert probe(running) == 0
+    running.predict({"text": "a", "pause_s": 5.0}, asynchronous=True)
+    assert probe(running) == 0
+    assert running.health()["status"] == "BUSY"
+    worker = running.worker_pid()
+    assert worker
+    os.kill(worker, signal.SIGKILL)
+    assert gone(worker)
+    deadline = time.monotonic() + DEADLINE_S
+    while running.health()["status"] in ("READY", "BUSY") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert running.get("/health-check").status == 200
+    assert probe(running) == 1

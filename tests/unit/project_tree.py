@@ -1,11 +1,7 @@
 """The project's own files, for tests that read them; knows git and where the root is, nothing else."""
 
 import subprocess
-import sys
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
-from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -36,14 +32,3 @@ def text_files() -> list[tuple[str, str]]:
 def commands() -> list[Path]:
     """Return the commands in scripts/: files without a suffix."""
     return sorted(path for path in (ROOT / "scripts").iterdir() if path.is_file() and not path.suffix)
-
-
-def load_command(name: str, module_name: str = "") -> ModuleType:
-    """A command of `scripts/` as a module; its name has no ending, so `import` does not find it."""
-    loader = SourceFileLoader(module_name or name, str(ROOT / "scripts" / name))
-    spec = spec_from_loader(loader.name, loader)
-    assert spec is not None
-    module = module_from_spec(spec)
-    sys.modules[loader.name] = module  # where a dataclass looks its own annotations up
-    loader.exec_module(module)
-    return module

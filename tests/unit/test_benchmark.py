@@ -7,7 +7,8 @@ import sys
 from types import ModuleType
 
 import pytest
-from project_tree import ROOT, load_command
+from loading import load_command
+from project_tree import ROOT
 
 BARS = {
     "warm_tax_to_whole_warm_tax": 0.25,

@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 from artifacts import ROOT, TREE, contents, fill, packed
-from project_tree import load_command
+from loading import load_command
 
 import warmstart
 from warmstart.report import Outcome

@@ -10,7 +10,8 @@ import types
 from pathlib import Path
 
 import pytest
-from project_tree import ROOT, commands, load_command, project_files, text_files
+from loading import load_command
+from project_tree import ROOT, commands, project_files, text_files
 
 MAX_FUNCTION_LINES = 45
 
@@ -92,7 +93,7 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     environment = types.ModuleType("_venv")
     environment.ensure = lambda dev: None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "_venv", environment)
-    module = load_command("test", "scripts_test")
+    module = load_command("test")
     monkeypatch.setitem(sys.modules, "scripts_test", module)
     return module
 
