@@ -22,7 +22,7 @@ from warmstart.key import compiler_trouble, lacks_compiler
 from warmstart.leftover import Leftover, UnfitError
 from warmstart.live import LiveDirectory, do_without, headers_in, prepare, set_aside
 from warmstart.models import ModelError
-from warmstart.report import Evidence, Outcome, Report, Stopwatch, decide, say
+from warmstart.report import Evidence, Outcome, Report, Stopwatch, decide, say, sentence
 from warmstart.saving import Saver
 from warmstart.served import Served
 from warmstart.settings import Settings, SettingsError
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from warmstart.key import Key
     from warmstart.models import Model, Request
-    from warmstart.regions import Region
+    from warmstart.regions import Part, Region
     from warmstart.warmup import Warmed
 
 SHIPPED = "cache"
@@ -131,7 +131,7 @@ class _Boot:
         self.found = False
         self.counts = inductor.Counts()
         self.kernels_built = 0
-        self.regions: list[Region] = []
+        self.parts: list[Part] = []
         self.warmed: list[Warmed] = []
         self.stores: list[Store] = []
         self.cache: Cache | None = None
@@ -274,12 +274,12 @@ class _Boot:
         try:
             with self.clock.phase("regions"):
                 self._compile(model)
-        except (self._regions.RegionsError, SettingsError) as error:
+        except SettingsError as error:
             return self._eager(served, str(error))
         # The boundary: torch's private parts, on which some of this leans, may be others in another version.
         except Exception as error:  # noqa: BLE001
             self._regions.leave_uncompiled(self.regions)
-            return self._eager(served, f"torch cannot be prepared for the compile: {_sentence(error)}")
+            return self._eager(served, f"torch cannot be prepared for the compile: {sentence(error)}")
         cause = self._attempt(served, self.live)
         if cause and self.trouble and not self.standing_in and toolchain.works():
             self.trouble = ""
@@ -290,11 +290,30 @@ class _Boot:
         if cause and self.found:
             self.warnings.append(f"with the restored cache the compile failed ({cause}); it was set aside")
             cause = self._attempt_cold(served, self.live, cause)
+        while cause and self._leave_out(cause):
+            cause = self._attempt(served, self.live)
         if cause:
             return self._eager(served, f"the compile failed: {cause}")
-        if not self.counts.graphs:
-            return self._eager(served, "no compiled region was ever called")
+        if all(part.outcome == "uncompiled" for part in self.parts):
+            return self._eager(served, _uncompiled(self.parts))
         return self._judge()
+
+    @property
+    def regions(self) -> list[Region]:
+        """All regions of all parts."""
+        return [region for part in self.parts for region in part.regions]
+
+    def _leave_out(self, cause: str) -> bool:
+        """Serves the parts uncompiled whose regions broke the last attempt; says whether any other is left to try."""
+        broken = {region.part for region in self.regions if region.broke}
+        left = [region for region in self.regions if region.part not in broken and not region.failed]
+        if not broken or not left:
+            return False
+        for region in self.regions:
+            if region.part in broken:
+                region.give_up(cause)
+        self._forget()
+        return True
 
     def _compile(self, model: Model) -> None:
         parts = model.parts()
@@ -303,10 +322,10 @@ class _Boot:
             raise SettingsError(
                 f"WARMSTART_PARTS names {missing[0]!r}, which this model does not have; it has: {', '.join(parts)}."
             )
-        for name in chosen:
-            self.regions += self._regions.find(
-                name, parts[name], strategy=self.settings.strategy, wanted=self.settings.regions
-            )
+        self.parts = [
+            self._regions.find(name, parts[name], strategy=self.settings.strategy, wanted=self.settings.regions)
+            for name in chosen
+        ]
         options = self._regions.CompileOptions(
             mode=self.settings.mode,
             dynamic=identity.dynamic(self.settings, self.plan),
@@ -348,7 +367,7 @@ class _Boot:
         """Leaves no trace of an attempt before the next one."""
         inductor.forget()
         for region in self.regions:
-            region.calls, region.counts, region.differences = 0, inductor.Counts(), []
+            region.calls, region.counts, region.differences, region.broke = 0, inductor.Counts(), [], False
 
     def _attempt(self, served: Served, live: LiveDirectory) -> str:
         """Warms, checks and verifies; returns what went wrong in words, or an empty string."""
@@ -364,7 +383,7 @@ class _Boot:
         # The boundary: compiler, cache and disk may raise anything. Whether it was the model is asked in `_eager`.
         except Exception as error:  # noqa: BLE001
             self.trouble = self.trouble or toolchain.trouble(error)
-            return toolchain.trouble(error) or _sentence(error)
+            return toolchain.trouble(error) or sentence(error)
         finally:
             self.counts = inductor.counts() - before
             self.kernels_built = len(inductor.kernels(live.path) - had)
@@ -508,13 +527,14 @@ class _Boot:
                 toolchain.note(self.live.path)
             # The boundary: in the middle of a region's call, whose compile went well.
             except Exception as error:  # noqa: BLE001
-                self.warnings.append(f"which compiler was used cannot be noted: {_sentence(error)}")
+                self.warnings.append(f"which compiler was used cannot be noted: {sentence(error)}")
 
     def _failed_check(self) -> str:
         for region in self.regions:
             for difference in region.differences:
                 # Written so that a NaN fails too.
                 if not difference <= region.tolerance:
+                    region.broke = True
                     return (
                         f"{region.name} differs from its eager self by {difference:.1e} of the largest value,"
                         f" {region.tolerance:.0e} is allowed"
@@ -528,13 +548,13 @@ class _Boot:
         if self.settings.compile == "required":
             raise CompileRequiredError(f"{reason}; WARMSTART_COMPILE=required makes that fatal.")
         for region in self.regions:
-            region.eager = True
+            region.give_up(region.failed or reason)
         try:
             with self.clock.phase("warm-up"):
                 self._warmup.in_thread(lambda: served.rehearse(self.plan[0]))
         except Exception as error:
             raise ModelError(
-                f"the model fails on the planned request {self.plan[0].label!r}, uncompiled too ({_sentence(error)});"
+                f"the model fails on the planned request {self.plan[0].label!r}, uncompiled too ({sentence(error)});"
                 " correct the request in predict.py or the model."
             ) from error
         self.warmed = []
@@ -545,8 +565,6 @@ class _Boot:
     def _judge(self) -> tuple[Outcome, str]:
         counts = self.counts
         for region in self.regions:
-            if not region.calls:
-                self.warnings.append(f"the region {region.name} was compiled but never called")
             if region.counts.fx_bypasses:
                 self.warnings.append(f"torch refuses to cache {region.name}, so it compiles on every boot")
         for item in self.warmed:
@@ -570,6 +588,10 @@ class _Boot:
             )
         elif len(self.warmed) < len(self.plan):
             reason += f"; warmed {len(self.warmed)} of {len(self.plan)} requests within WARMSTART_SETUP_BUDGET_S"
+        if lacking := _uncompiled(self.parts):
+            if self.settings.compile == "required":
+                raise CompileRequiredError(f"{lacking}; WARMSTART_COMPILE=required makes that fatal.")
+            reason += f"; {lacking}"
         if self.restored.inherited:
             reason += f"; {self.restored.reason}"
         elif outcome is not Outcome.WARM:
@@ -593,6 +615,7 @@ class _Boot:
                 "persist": sum(saved.seconds for saved in self._persisted()),
             },
             counts=asdict(self.counts) | {"kernels_built": self.kernels_built},
+            parts=[_part_row(part) for part in self.parts],
             regions=[_region_row(region) for region in self.regions],
             requests=[_request_row(item) for item in self.warmed],
             restored=self.restored.row(),
@@ -638,12 +661,14 @@ class _Boot:
                 report.warnings.append(f"the report cannot be written to WARMSTART_REPORT_PATH: {error}")
 
 
-def _sentence(error: Exception) -> str:
-    """The first line of an error and its type; compilers add pages."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    # "backend='inductor' raised:" says less than what follows it.
-    lines = [line for line in lines if not line.endswith("raised:")] or lines
-    return f"{type(error).__name__}: {lines[0][:300] if lines else 'no message'}"
+def _uncompiled(parts: Sequence[Part]) -> str:
+    """Which parts are not compiled, or not all of them, and why."""
+    outcomes = {"partly": "compiled in part only", "uncompiled": "not compiled"}
+    return "; ".join(f"{part.name} is {outcomes[part.outcome]} ({part.failed})" for part in parts if part.failed)
+
+
+def _part_row(part: Part) -> dict[str, Any]:
+    return {"name": part.name, "outcome": part.outcome, "found": part.how, "reason": part.failed}
 
 
 def _region_row(region: Region) -> dict[str, Any]:

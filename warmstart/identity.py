@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from warmstart.models import Request
 
 # Modules whose code decides the graphs. A change in any other of ours leaves compiled code as good as it was.
-_GRAPH_SOURCES = ("inductor.py", "regions.py", "models/diffusers.py")
+_GRAPH_SOURCES = ("blocks.py", "inductor.py", "regions.py", "models/diffusers.py")
 
 
 def current_key(plan: Sequence[Request], *, sources: Sequence[str] = (), settings: Settings | None = None) -> Key:

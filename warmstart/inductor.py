@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from warmstart import toolchain
+from warmstart.report import sentence
 
 MAX_GRAPHS = 256
 """Most graphs of one code object: torch 2.13's `accumulated_recompile_limit`, the same in each thread unless set."""
@@ -228,6 +229,20 @@ def refusal(error: BaseException) -> str:
     failures = [line.strip() for line in text.splitlines() if line.strip().startswith("- ")]
     # "- 0/1: tensor 'x' size mismatch ..." after the numbers of the graph that it was compared with.
     return failures[0].removeprefix("- ").partition(": ")[2] if failures else "no graph was compiled for it"
+
+
+def untraceable(error: Exception) -> str:
+    """Why torch cannot make one graph of a call, in its words; "" if the error is another one.
+
+    It is raised before any of the call has run, so the call can run as it is. What a backend raises is not meant:
+    there the cache, the compiler or the disk may be to blame.
+    """
+    from torch._dynamo import exc
+
+    others = (exc.BackendCompilerFailed, exc.RecompileError)
+    if not isinstance(error, exc.TorchDynamoException) or isinstance(error, others):
+        return ""
+    return sentence(error)
 
 
 def precompile_headers_in(folder: Path) -> None:

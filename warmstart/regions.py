@@ -1,15 +1,18 @@
-"""Finds the repeated blocks of any module and compiles them in place. Knows no pipeline and no cache."""
+"""Compiles the blocks of any module in place, counts and checks them. Knows no pipeline and no cache."""
 
 from __future__ import annotations
 
 import collections
+import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from warmstart import inductor
+from warmstart import blocks, inductor
+from warmstart.blocks import BlocksError
 from warmstart.inductor import Counts
 
 if TYPE_CHECKING:
@@ -18,10 +21,6 @@ if TYPE_CHECKING:
 # Largest difference between a compiled region and its eager self, relative to the largest magnitude in the output.
 # A fused kernel rounds elsewhere than the separate ones: some hundred units in the last place of the precision.
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-
-
-class RegionsError(RuntimeError):
-    """No region can be found; the text says where it was looked for and what to set."""
 
 
 @dataclass(frozen=True)
@@ -63,55 +62,66 @@ class Region:
     """The limit of graphs, once it is reached; calls that no graph covers then run uncompiled."""
     uncovered: str = ""
     """Why a call since this was last emptied ran uncompiled: what no graph covers. "" if all were covered."""
+    failed: str = ""
+    """Why it is served uncompiled for good; "" if it is not."""
+    broke: bool = field(default=False, repr=False)
+    """Whether the latest attempt to compile ended in a call of this region."""
 
     @property
     def name(self) -> str:
         """Part and class, as the report names the region."""
         return f"{self.part}.{self.class_name}"
 
+    def give_up(self, why: str) -> None:
+        """Serves the region uncompiled from here on."""
+        self.eager, self.failed = True, why
 
-def find(part: str, module: nn.Module, *, strategy: str, wanted: Sequence[str] = ()) -> list[Region]:
-    """Groups the modules of a part that are to be compiled by their class.
+
+@dataclass
+class Part:
+    """A component of the model, and what became of the wish to compile it."""
+
+    name: str
+    regions: list[Region]
+    how: str
+    """How its regions were found, or why there are none, as the end of a sentence."""
+
+    @property
+    def failed(self) -> str:
+        """Why it, or some region of it, is not compiled; "" if all is."""
+        if not self.regions:
+            return self.how
+        causes = [f"{region.class_name}: {why}" for region in self.regions if (why := _unused(region))]
+        return "; ".join(causes)
+
+    @property
+    def outcome(self) -> str:
+        """`compiled`, `partly` compiled, or `uncompiled`."""
+        unused = [bool(_unused(region)) for region in self.regions]
+        return "uncompiled" if all(unused) else "partly" if any(unused) else "compiled"
+
+
+def _unused(region: Region) -> str:
+    return region.failed or ("" if region.calls else "no planned request calls it")
+
+
+def find(part: str, module: nn.Module, *, strategy: str, wanted: Sequence[str] = ()) -> Part:
+    """Says what of a part is to be compiled: its repeated blocks, by class, or it as a whole.
 
     Args:
         part: name of the component.
         module: the component.
         strategy: "regional" for the repeated blocks, "whole" for the component itself.
-        wanted: class names in place of those that are found.
-
-    Raises:
-        RegionsError: there is no repeated block, or a wanted class does not occur.
+        wanted: class names in place of those that are found. A part that holds none of them has no region.
     """
     if strategy == "whole":
-        return [Region(part, type(module).__name__, [module])]
-    names = list(wanted) or repeated_classes(module)
-    groups: dict[str, list[nn.Module]] = {name: [] for name in names}
-    for found in _outermost(module, set(names)):
-        groups[type(found).__name__].append(found)
-    present = [Region(part, name, modules) for name, modules in groups.items() if modules]
-    # A model may declare a block class that this configuration of it does not use.
-    if not present:
-        raise RegionsError(
-            f"{type(module).__name__} ({part}) holds no module of class {', '.join(names) or 'any repeated block'}, so"
-            f" there is no region to compile; set WARMSTART_REGIONS to one of: {', '.join(_class_names(module))}."
-        )
-    return present
-
-
-def repeated_classes(module: nn.Module) -> list[str]:
-    """Names of the repeated block classes: as the model's class declares them, else those of its longest lists.
-
-    diffusers declares `_repeated_blocks`, transformers `_no_split_modules` (blocks never split over devices, which
-    are the layers). Without either, every class that fills a ModuleList of at least two counts.
-    """
-    for attribute in ("_repeated_blocks", "_no_split_modules"):
-        if declared := getattr(module, attribute, None):
-            return sorted(declared)
-    sizes: collections.Counter[str] = collections.Counter()
-    for child in module.modules():
-        if isinstance(child, nn.ModuleList) and len(child) > 1 and len({type(item) for item in child}) == 1:
-            sizes[type(child[0]).__name__] += len(child)
-    return sorted(sizes)
+        found = blocks.whole(module, "as WARMSTART_STRATEGY says")
+    else:
+        try:
+            found = blocks.find(module, wanted)
+        except BlocksError as error:
+            return Part(part, [], str(error))
+    return Part(part, [Region(part, name, modules) for name, modules in found.groups.items()], found.how)
 
 
 def compile_in_place(
@@ -148,17 +158,22 @@ def check_next_call(regions: Sequence[Region]) -> None:
 
 
 def canonical(value: Any) -> Any:
-    """Gives tensors (any shape) the strides that their shape implies, also in tuples and lists.
+    """Gives tensors (any shape) the strides that their shape implies, also in tuples, lists and dictionaries.
 
     The first block of a transformer sees a contiguous tensor, later ones a slice of a joint one; Dynamo guards on
     strides, so each pattern costs a graph. `contiguous` copies only where elements lie apart; `view` then gives
     dimensions of size 1, whose strides mean nothing, the implied ones. An output that a region writes into a sliced
-    input would be lost; blocks of diffusers and transformers return theirs.
+    input would be lost; blocks of diffusers and transformers return theirs. Lists and dictionaries stay the caller's
+    own, since a module may leave something in them (the video VAEs keep what they saw of earlier frames there).
     """
     if isinstance(value, torch.Tensor):
         return value.contiguous().view(value.shape) if value.layout is torch.strided else value
-    if type(value) in (tuple, list):
-        return type(value)(canonical(item) for item in value)
+    if type(value) is tuple:
+        return tuple(canonical(item) for item in value)
+    if type(value) is list:
+        value[:] = [canonical(item) for item in value]
+    elif type(value) is dict:
+        value.update({name: canonical(item) for name, item in value.items()})
     return value
 
 
@@ -203,16 +218,21 @@ class _Call:
         kwargs = {name: canonical(value) for name, value in kwargs.items()}
         if self._meter.graphs[self._class] >= self._meter.limit:
             region.full = self._meter.limit
+        # The module may write into what it is given, so its eager self gets what it was before.
+        kept = copy.deepcopy((args, kwargs)) if region.checking else None
         try:
             output = self._covered(*args, **kwargs)
+        except Exception:
+            region.broke = True
+            raise
         finally:
             if moved := self._meter.moved():
                 region.counts += moved
                 self._meter.graphs[self._class] += moved.graphs
                 self._meter.compiled_some()
-        if region.checking:
+        if region.checking and kept is not None:
             region.checking = False
-            self._check(output, self._eager(*args, **kwargs))
+            self._check(output, self._eager(*kept[0], **kept[1]))
         return output
 
     def _covered(self, *args: Any, **kwargs: Any) -> Any:
@@ -225,9 +245,13 @@ class _Call:
         try:
             return self._compiled(*args, **kwargs)
         except RuntimeError as error:
-            if not (why := inductor.refusal(error)):
+            if why := inductor.refusal(error):
+                region.uncovered = why
+            elif why := inductor.untraceable(error):
+                region.uncovered = why
+                region.give_up(why)
+            else:
                 raise
-            region.uncovered = why
         return self._eager(*args, **kwargs)
 
     def _check(self, output: Any, expected: Any) -> None:
@@ -240,25 +264,13 @@ class _Call:
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The floating-point tensors in a region's output, a tensor or a tuple of them, in order."""
+    """The floating-point tensors in a region's output, in order: a tensor, or a tuple, list or dictionary of such.
+
+    Outputs of diffusers and transformers (`BaseOutput`, `ModelOutput`) are dictionaries.
+    """
     if isinstance(value, torch.Tensor):
         if value.is_floating_point():
             yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
+    elif isinstance(value, (tuple, list, Mapping)):
+        for item in value.values() if isinstance(value, Mapping) else value:
             yield from _tensors(item)
-
-
-def _outermost(module: nn.Module, names: set[str]) -> Iterator[nn.Module]:
-    """Modules of the named classes that are in no other of them: a compiled region compiles what it calls."""
-    for child in module.children():
-        if type(child).__name__ in names:
-            yield child
-        else:
-            yield from _outermost(child, names)
-
-
-def _class_names(module: nn.Module) -> list[str]:
-    lists = [child for child in module.modules() if isinstance(child, nn.ModuleList)]
-    names = {type(item).__name__ for child in lists for item in child}
-    return sorted(names or {type(child).__name__ for child in module.children()})

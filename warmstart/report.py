@@ -20,6 +20,14 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
+def sentence(error: Exception) -> str:
+    """The first line of an error and its type; compilers add pages."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # "backend='inductor' raised:" says less than what follows it.
+    lines = [line for line in lines if not line.endswith("raised:")] or lines
+    return f"{type(error).__name__}: {lines[0][:300] if lines else 'no message'}"
+
+
 class Outcome(enum.Enum):
     """How a boot ended. Every outcome serves right answers; they differ in speed."""
 
@@ -110,6 +118,8 @@ class Report:
     """Seconds of what ran beside the main line."""
     counts: dict[str, int]
     """Torch's counters and the number of kernels built, from the first planned request to the last."""
+    parts: list[dict[str, Any]]
+    """What became of each chosen component: compiled, partly or uncompiled, and why; how its regions were found."""
     regions: list[dict[str, Any]]
     requests: list[dict[str, Any]]
     restored: dict[str, Any]
@@ -131,6 +141,7 @@ class Report:
         rows = [f"warmstart: {self.outcome.value} boot in {self.boot_s:.1f} s: {self.reason}"]
         rows += [f"  phases     {_phases(self.phases)}"]
         rows += [f"  cache      {self.restored['reason']}"] if self.restored else []
+        rows += [f"  part       {_part(part)}" for part in self.parts]
         rows += [f"  region     {_region(region)}" for region in self.regions]
         rows += [f"  request    {_request(request)}" for request in self.requests]
         rows += [f"  process    {_process(self.process)}"] if self.process else []
@@ -140,6 +151,13 @@ class Report:
 
 def _phases(phases: dict[str, float]) -> str:
     return ", ".join(f"{name} {seconds:.2f} s" for name, seconds in phases.items())
+
+
+def _part(part: dict[str, Any]) -> str:
+    if part["reason"]:
+        outcome = "PARTLY compiled" if part["outcome"] == "partly" else "UNCOMPILED"
+        return f"{part['name']} is {outcome}: {part['reason']}"
+    return f"{part['name']} is compiled {part['found']}"
 
 
 def _region(region: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Finding regions and wrapping their calls; compiling for real is tested in tests/boot."""
+"""Regions and the wrapping of their calls; finding blocks is tested beside, compiling for real in tests/boot."""
 
 import contextlib
 import copy
@@ -8,32 +8,22 @@ import torch
 from torch import nn
 
 from warmstart import regions
-from warmstart.regions import CompileOptions, RegionsError
+from warmstart.regions import CompileOptions, Part, Region
 
 
 class Block(nn.Module):
-    def __init__(self, inner: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
-        if inner:
-            self.inner = Block()
 
     def forward(self, x):
         return self.linear(x)
 
 
-class Other(Block):
-    pass
-
-
 class Model(nn.Module):
-    def __init__(self, *, declared: list[str] | None = None, inner: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        if declared is not None:
-            self._repeated_blocks = declared
-        self.blocks = nn.ModuleList(Block(inner) for _ in range(3))
-        self.others = nn.ModuleList([Other()])
-        self.mixed = nn.ModuleList([nn.Linear(4, 4), nn.SiLU()])
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
 
     def forward(self, x):
         for block in self.blocks:
@@ -41,45 +31,49 @@ class Model(nn.Module):
         return x
 
 
-def names(model: nn.Module, **options) -> dict[str, int]:
-    found = regions.find("transformer", model, **({"strategy": "regional"} | options))
-    return {region.name: len(region.modules) for region in found}
+def found(model: nn.Module) -> list[Region]:
+    return regions.find("t", model, strategy="regional").regions
 
 
-def test_declared_blocks_are_the_regions():
-    assert names(Model(declared=["Other"])) == {"transformer.Other": 1}
-
-
-def test_a_declared_class_that_does_not_occur_is_left_out():
-    assert names(Model(declared=["Other", "Absent"])) == {"transformer.Other": 1}
-
-
-def test_without_a_declaration_homogeneous_lists_tell():
-    assert names(Model()) == {"transformer.Block": 3}
-
-
-def test_wanted_classes_come_first():
-    assert names(Model(declared=["Block"]), wanted=["Other"]) == {"transformer.Other": 1}
-
-
-def test_a_region_inside_a_region_is_the_outer_one_s():
-    assert names(Model(inner=True)) == {"transformer.Block": 3}
+def test_a_part_has_a_region_for_each_class_of_blocks():
+    part = regions.find("t", Model(), strategy="regional")
+    assert [(region.name, len(region.modules)) for region in part.regions] == [("t.Block", 3)]
+    assert part.how == "as the lists of Model repeat them"
 
 
 def test_whole_takes_the_part_itself():
-    assert names(Model(), strategy="whole") == {"transformer.Model": 1}
+    part = regions.find("t", Model(), strategy="whole", wanted=["Block"])
+    assert [(region.name, len(region.modules)) for region in part.regions] == [("t.Model", 1)]
 
 
-@pytest.mark.parametrize(("model", "wanted"), [(Model(), ["Nothing"]), (nn.Sequential(nn.Linear(1, 1)), [])])
-def test_no_region_is_an_error_that_says_what_to_set(model, wanted):
-    with pytest.raises(RegionsError, match="set WARMSTART_REGIONS to one of"):
-        names(model, wanted=wanted)
+def test_a_part_without_a_wanted_class_has_no_region_and_says_so():
+    part = regions.find("t", Model(), strategy="regional", wanted=["Nothing"])
+    assert (part.regions, part.outcome) == ([], "uncompiled")
+    assert "Model holds no module of class Nothing" in part.failed
+
+
+@pytest.mark.parametrize(
+    ("called", "failed", "outcome", "words"),
+    [
+        ((1, 1), ("", ""), "compiled", ""),
+        ((1, 0), ("", ""), "partly", "Two: no planned request calls it"),
+        ((1, 1), ("", "a graph break"), "partly", "Two: a graph break"),
+        ((0, 0), ("", ""), "uncompiled", "One: no planned request calls it; Two: no planned request calls it"),
+        ((1, 0), ("a graph break", ""), "uncompiled", "One: a graph break; Two: no planned request calls it"),
+    ],
+)
+def test_a_part_says_what_of_it_is_compiled(called, failed, outcome, words):
+    both = [
+        Region("t", name, [], calls=n, failed=why) for name, n, why in zip(("One", "Two"), called, failed, strict=True)
+    ]
+    part = Part("t", both, "")
+    assert (part.outcome, part.failed) == (outcome, words)
 
 
 def test_compile_leaves_names_types_and_state_dict_alone_and_copies():
     model = Model()
     before = list(model.state_dict()), [type(module) for module in model.modules()]
-    regions.compile_in_place(regions.find("t", model, strategy="regional"), OPTIONS)
+    regions.compile_in_place(found(model), OPTIONS)
     assert (list(model.state_dict()), [type(module) for module in model.modules()]) == before
     copy.deepcopy(model)
 
@@ -101,9 +95,9 @@ def compiled(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(nn.Module, "compile", fake)
     model.error = 0.0
-    found = regions.find("t", model, strategy="regional")
-    regions.compile_in_place(found, OPTIONS)
-    return model, found[0], seen
+    [region] = found(model)
+    regions.compile_in_place([region], OPTIONS)
+    return model, region, seen
 
 
 def test_each_call_gets_canonical_strides_and_is_counted(compiled):
@@ -142,6 +136,49 @@ def test_canonical_keeps_values_and_goes_into_tuples():
     assert (other, number) == ("text", 3)
     # What is contiguous already is not copied.
     assert regions.canonical(base).data_ptr() == base.data_ptr()
+
+
+def test_canonical_leaves_lists_and_dictionaries_the_caller_s_own():
+    """The video autoencoders keep what they saw of earlier frames in a list that they are given."""
+    view = torch.arange(24.0).reshape(2, 3, 4).transpose(0, 1)
+    kept, named = [None, view], {"scale": view, "other": [view]}
+    assert regions.canonical(kept) is kept
+    assert regions.canonical(named) is named
+    for tensor in (kept[1], named["scale"], named["other"][0]):
+        assert torch.equal(tensor, view)
+        assert tensor.is_contiguous()
+    assert kept[0] is None
+
+
+def test_the_check_gives_eager_what_was_given_before_the_module_wrote_into_it():
+    class Counting(nn.Module):
+        def forward(self, x, seen):
+            seen.append(x)
+            return {"sum": sum(seen), "seen": (len(seen), None)}
+
+    region = Region("t", "Counting", [Counting()])
+    module, region.checking = region.modules[0], True
+    call = regions._Call(region, module, module._call_impl, regions._Meter(1, lambda: None))
+    seen = [torch.ones(2)]
+    call(torch.ones(2), seen)
+    assert len(seen) == 2
+    assert region.differences == [0.0]
+
+
+def test_what_torch_cannot_trace_runs_uncompiled_from_then_on(compiled, monkeypatch):
+    model, region, seen = compiled
+
+    def break_graph(x):
+        raise torch._dynamo.exc.Unsupported("a call of print")
+
+    monkeypatch.setattr(model.blocks[0]._compiled_call_impl, "_compiled", break_graph)
+    x = torch.randn(1, 4, 4)
+    expected = x
+    for block in model.blocks:
+        expected = block._call_impl(expected)
+    assert torch.equal(model(x), expected)
+    assert region.failed == region.uncovered == "Unsupported: a call of print"
+    assert seen == []
 
 
 def test_what_cannot_be_compiled_is_left_as_it_was(compiled):
@@ -191,4 +228,5 @@ def test_another_error_of_a_region_is_not_taken_for_a_refusal(compiled, monkeypa
     monkeypatch.setattr(model.blocks[0]._compiled_call_impl, "_compiled", fail)
     with pytest.raises(RuntimeError, match="the disk is full"):
         model(torch.randn(1, 4, 4))
-    assert region.uncovered == ""
+    assert region.uncovered == region.failed == ""
+    assert region.broke

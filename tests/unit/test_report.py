@@ -60,6 +60,10 @@ def test_a_phase_that_fails_is_counted_and_left():
 def test_the_last_line_is_json_on_one_line():
     report = Report(
         Outcome.COLD, "a reason", 1.0, {"warm-up": 1.0}, {}, {"graphs": 1},
+        [
+            {"name": "a", "outcome": "partly", "found": "as A declares", "reason": "C: no planned request calls it"},
+            {"name": "b", "outcome": "compiled", "found": "as a whole", "reason": ""},
+        ],
         [{"name": "a.B", "modules": 2, "graphs": 1, "fx_hits": 0, "fx_misses": 1, "difference": None}],
         [{"label": "1:1 x1", "first_s": 1.0, "graphs": 1, "steady_s": None}],
         {"reason": "nothing"}, [], {}, {"resident_bytes": 1, "peak_bytes": 2, "threads": 3, "children": []},
@@ -71,6 +75,8 @@ def test_the_last_line_is_json_on_one_line():
     assert json.loads(text)["outcome"] == "cold"
     assert json.loads(text)["boot_s"] == 1.0
     assert any("a warning" in line for line in lines)
+    assert "  part       a is PARTLY compiled: C: no planned request calls it" in lines
+    assert "  part       b is compiled as a whole" in lines
     assert not any("\n" in line for line in lines)
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from torch import nn
 
 
@@ -27,9 +26,25 @@ class Request:
     """One seed per output, so that each picture is the same whatever its neighbours are."""
 
     def graph_facts(self) -> str:
-        """What of this request may decide its graphs: everything but texts and seeds."""
+        """What of this request may decide its graphs: all but texts, seeds, and what tensors and pictures hold."""
         numbers = {name: value for name, value in self.inputs.items() if not isinstance(value, str)}
-        return f"{self.label}: " + ", ".join(f"{name}={value!r}" for name, value in sorted(numbers.items()))
+        return f"{self.label}: " + ", ".join(f"{name}={_fact(value)}" for name, value in sorted(numbers.items()))
+
+
+def _fact(value: Any) -> str:
+    """A value in words that are the same in each process: of tensors, arrays and pictures type and size alone."""
+    if isinstance(value, str):
+        return "text"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name}: {_fact(item)}" for name, item in sorted(value.items())) + "}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_fact, value))}]"
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"{value.dtype}{list(value.shape)}"
+    if hasattr(value, "mode") and hasattr(value, "size"):
+        return f"{value.mode}{list(value.size)}"
+    # An address is another one in each process.
+    return type(value).__qualname__ if " at 0x" in repr(value) else repr(value)
 
 
 @dataclass(frozen=True)
@@ -37,7 +52,7 @@ class Result:
     """What a request gave and what it cost."""
 
     outputs: list[Any]
-    """The pictures, in the order of the seeds."""
+    """The pictures, or lists of a video's, in the order of the seeds."""
     seconds: float
     graphs: int = 0
     """Graphs that were compiled while the request waited: 0, unless it was not planned."""

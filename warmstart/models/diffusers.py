@@ -1,4 +1,4 @@
-"""Any diffusers pipeline that makes pictures: load it, name its parts, run one request. Knows nothing of caches."""
+"""Any diffusers pipeline, of pictures or video: load it, name its parts, run one request. Knows nothing of caches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from torch import nn
 
 # The components that run once per denoising step; everything else runs once per picture.
-_DENOISERS = ("transformer", "transformer_2", "unet", "prior")
+_DENOISERS = ("transformer", "transformer_2", "unet", "prior", "controlnet")
+# What decodes: of an autoencoder this part of it runs when a picture, a video or a sound is made.
+_DECODERS = ("vae", "vqvae", "vqgan", "movq")
 
 
 class DiffusersModel:
@@ -56,23 +58,23 @@ class DiffusersModel:
         self._pipeline: Any = pipeline.to(device)
 
     def parts(self) -> dict[str, nn.Module]:
-        """The pipeline's modules by name; of a VAE the decoder, which is what runs when a picture is made."""
+        """The pipeline's modules by name; of an autoencoder the decoder."""
         found = {
             name: module for name, module in self._pipeline.components.items() if isinstance(module, torch.nn.Module)
         }
-        if "vae" in found and isinstance(decoder := getattr(found["vae"], "decoder", None), torch.nn.Module):
-            found["vae"] = decoder
-        return found
+        decoders = {name: getattr(found[name], "decoder", None) for name in _DECODERS if name in found}
+        return found | {name: module for name, module in decoders.items() if isinstance(module, torch.nn.Module)}
 
     def default_parts(self) -> tuple[str, ...]:
         """The denoisers."""
         return tuple(name for name in _DENOISERS if name in self.parts())
 
     def run(self, request: Request) -> list[Any]:
-        """Makes the pictures of one request, as PIL images in the order of its seeds."""
+        """Makes the outputs of one request in the order of its seeds: PIL images, of a video a list of them."""
         # On the CPU whatever the device is, so that a seed means the same picture on every machine's generator.
         generators = [torch.Generator("cpu").manual_seed(seed) for seed in request.seeds]
-        return list(self._pipeline(**request.inputs, generator=generators).images)
+        # A pipeline's result has what it makes as its first field: `images`, `frames`, `audios`, `image_embeds`.
+        return list(self._pipeline(**request.inputs, generator=generators)[0])
 
 
 def _quiet() -> None:
