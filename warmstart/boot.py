@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import statistics
 import threading
 import time
 from dataclasses import asdict, dataclass
@@ -44,6 +45,8 @@ SHIPPED = "cache"
 _LOG_S = 0.2
 # READY waits no longer than this for the last save. A store nearby takes less, and the report then says what is saved.
 _READY_S = 2.0
+# Beyond this ratio of compiled to uncompiled the report warns. On two busy cores single calls vary by a third.
+_SLOWER = 1.5
 # Added to the restore's own deadline before the boot goes on without an answer.
 _ANSWER_S = 5.0
 
@@ -367,7 +370,7 @@ class _Boot:
         """Leaves no trace of an attempt before the next one."""
         inductor.forget()
         for region in self.regions:
-            region.calls, region.counts, region.differences, region.broke = 0, inductor.Counts(), [], False
+            region.forget()
 
     def _attempt(self, served: Served, live: LiveDirectory) -> str:
         """Warms, checks and verifies; returns what went wrong in words, or an empty string."""
@@ -565,6 +568,8 @@ class _Boot:
     def _judge(self) -> tuple[Outcome, str]:
         counts = self.counts
         for region in self.regions:
+            if slower := _slower(region):
+                self.warnings.append(slower)
             if region.counts.fx_bypasses:
                 self.warnings.append(f"torch refuses to cache {region.name}, so it compiles on every boot")
         for item in self.warmed:
@@ -667,6 +672,18 @@ def _uncompiled(parts: Sequence[Part]) -> str:
     return "; ".join(f"{part.name} is {outcomes[part.outcome]} ({part.failed})" for part in parts if part.failed)
 
 
+def _slower(region: Region) -> str:
+    """Says so if a region is clearly slower compiled than as written; "" if not, or if that is not known."""
+    eager_s, compiled_s = (sum(column) for column in zip(*region.speeds, strict=True)) if region.speeds else (0.0, 0.0)
+    if compiled_s <= _SLOWER * eager_s:
+        return ""
+    return (
+        f"{region.name} takes {compiled_s / eager_s:.2f} times as long compiled as uncompiled, by"
+        f" {2 * len(region.speeds)} calls of each; leave its class out of WARMSTART_REGIONS, or its part out of"
+        " WARMSTART_PARTS, if that stays so"
+    )
+
+
 def _part_row(part: Part) -> dict[str, Any]:
     return {"name": part.name, "outcome": part.outcome, "found": part.how, "reason": part.failed}
 
@@ -679,7 +696,15 @@ def _region_row(region: Region) -> dict[str, Any]:
         **asdict(region.counts),
         "difference": max(region.differences, default=None),
         "tolerance": region.tolerance,
+        "compile_s": {stage: sum(item.seconds[stage] for item in region.compiles) for stage in inductor.STAGES},
+        "recompiles": [item.reason for item in region.compiles if item.reason],
+        "eager_s": _mean([speed.eager_s for speed in region.speeds]),
+        "compiled_s": _mean([speed.compiled_s for speed in region.speeds]),
     }
+
+
+def _mean(seconds: list[float]) -> float | None:
+    return statistics.fmean(seconds) if seconds else None
 
 
 def _request_row(item: Warmed) -> dict[str, Any]:

@@ -43,22 +43,20 @@ class Counts:
         return Counts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
+STAGES = ("dynamo", "aot_autograd", "inductor", "codegen", "kernels")
+"""Stages of a compile, in order. dynamo: tracing Python into a graph, and its guards. aot_autograd: what comes before
+Inductor, or looking the graph up in the cache and loading it. inductor: passes and scheduling. codegen: writing the
+kernels' code and precompiling C++ headers. kernels: waiting for the compilers of C++ or Triton."""
+
+
 @dataclass(frozen=True)
 class Compile:
-    """One compile by torch's own record: what it took, and what no earlier graph of that code covered."""
+    """One compile by torch's own record."""
 
-    dynamo_s: float
-    """Tracing Python into a graph, and its guards."""
-    aot_autograd_s: float
-    """What AOTAutograd does before Inductor, or looking the graph up in the cache and loading it."""
-    inductor_s: float
-    """Inductor's passes and scheduling."""
-    codegen_s: float
-    """Writing the kernels' code, and precompiling C++ headers."""
-    kernels_s: float
-    """Waiting for the compilers of C++ or Triton."""
+    seconds: dict[str, float]
+    """By stage; each second is in one of them."""
     reason: str
-    """Why earlier graphs of the same code did not do, in torch's words; "" if there was none."""
+    """What no earlier graph of the same code covered, in torch's words; "" if there was none."""
 
 
 MAX_RECORDS = 1024
@@ -82,7 +80,6 @@ def take_compiles() -> list[Compile]:
 
 
 def _compile(record: Any) -> Compile:
-    # Torch counts each stage with all that it calls; here each second is in one stage only.
     whole, aot, inductor, codegen, kernels = (
         (getattr(record, name, None) or 0) / 1e6
         for name in (
@@ -94,11 +91,18 @@ def _compile(record: Any) -> Compile:
             "triton_compile_time_us",
         )
     )
-    # Where the graph is from the cache its kernels are waited for outside Inductor's code generation.
-    within = codegen if codegen else aot
-    stages = [whole - aot, aot - inductor, inductor - codegen, codegen, kernels]
-    stages[3 if codegen else 1] -= min(kernels, within)
-    return Compile(*(max(0.0, stage) for stage in stages), reason=getattr(record, "recompile_reason", None) or "")
+    # Torch counts each stage with all that it calls. Where the graph is from the cache, its kernels are waited for
+    # outside Inductor.
+    within_codegen = min(kernels, codegen)
+    own = (
+        whole - aot,
+        aot - inductor - (kernels - within_codegen),
+        inductor - codegen,
+        codegen - within_codegen,
+        kernels,
+    )
+    seconds = {stage: max(0.0, value) for stage, value in zip(STAGES, own, strict=True)}
+    return Compile(seconds, getattr(record, "recompile_reason", None) or "")
 
 
 def forget() -> None:
@@ -110,6 +114,7 @@ def forget() -> None:
     shut_down_workers()  # they keep the variables of the attempt before; torch starts new ones
     torch._dynamo.reset()
     clear_caches()
+    take_compiles()
     _forget_processor(cpu_vec_isa)
 
 
@@ -212,11 +217,11 @@ def compiling(missing: Missing) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def no_more_graphs() -> Iterator[None]:
-    """Inside it, whatever was said outside, a call that would need one more graph runs uncompiled."""
+def no_more_graphs(missing: Missing = Missing.EAGER) -> Iterator[None]:
+    """Inside it, whatever was said outside, a call that would need one more graph runs uncompiled, or is refused."""
     import torch
 
-    with torch.compiler.set_stance(Missing.EAGER.value):
+    with torch.compiler.set_stance(missing.value):
         yield
 
 

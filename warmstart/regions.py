@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import collections
 import copy
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
 from warmstart import blocks, inductor
 from warmstart.blocks import BlocksError
-from warmstart.inductor import Counts
+from warmstart.inductor import Compile, Counts, Missing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -42,6 +43,13 @@ class CompileOptions:
         }
 
 
+class Speed(NamedTuple):
+    """Seconds of one call of a module, each the least of two, when nothing is left to compile."""
+
+    eager_s: float
+    compiled_s: float
+
+
 @dataclass
 class Region:
     """All modules of one class in one part, which share their graphs."""
@@ -53,6 +61,10 @@ class Region:
     counts: Counts = field(default_factory=Counts)
     eager: bool = False
     """Set to serve the region uncompiled."""
+    compiles: list[Compile] = field(default_factory=list, repr=False)
+    """Torch's records of what was compiled or loaded in its calls."""
+    speeds: list[Speed] = field(default_factory=list, repr=False)
+    """Of each call that the self-check compared."""
     differences: list[float] = field(default_factory=list)
     """What the self-check measured: largest difference to eager, relative to the output's largest magnitude."""
     tolerance: float = 0.0
@@ -71,6 +83,11 @@ class Region:
     def name(self) -> str:
         """Part and class, as the report names the region."""
         return f"{self.part}.{self.class_name}"
+
+    def forget(self) -> None:
+        """Leaves nothing of an attempt that failed."""
+        self.calls, self.counts, self.full, self.broke = 0, Counts(), 0, False
+        self.compiles, self.speeds, self.differences = [], [], []
 
     def give_up(self, why: str) -> None:
         """Serves the region uncompiled from here on."""
@@ -134,7 +151,8 @@ def compile_in_place(
         options: how.
         compiled_some: called after each call of a region that compiled a graph, on that call's thread.
     """
-    meter = _Meter(options.recompile_limit, compiled_some)
+    inductor.keep_records()
+    meter = _Meter(regions, options.recompile_limit, compiled_some)
     for region in regions:
         for module in region.modules:
             module.compile(**options.arguments())
@@ -180,15 +198,21 @@ def canonical(value: Any) -> Any:
 class _Meter:
     """Tells how torch's counters moved since it was asked last. Shared by all regions, as only they compile.
 
-    It also counts the graphs of each class, since torch's limit is on those of one code object, wherever its modules
+    It also knows the graphs of each class, since torch's limit is on those of one code object, wherever its modules
     are. Beyond the limit torch fails under fullgraph, and without it goes eager and says nothing.
     """
 
-    def __init__(self, limit: int, compiled_some: Callable[[], None]) -> None:
+    def __init__(self, regions: Sequence[Region], limit: int, compiled_some: Callable[[], None]) -> None:
         self.limit = limit
-        self.graphs: collections.Counter[type[nn.Module]] = collections.Counter()
         self.compiled_some = compiled_some
+        self._regions: dict[type[nn.Module], list[Region]] = collections.defaultdict(list)
+        for region in regions:
+            self._regions[type(region.modules[0])].append(region)
         self._last = inductor.counts()
+
+    def full(self, kind: type[nn.Module]) -> bool:
+        """Whether no further graph of this class may be made."""
+        return sum(region.counts.graphs for region in self._regions[kind]) >= self.limit
 
     def moved(self) -> Counts | None:
         """The difference if a graph was compiled since, else None: in steady state a call costs one look-up."""
@@ -216,7 +240,7 @@ class _Call:
             return self._eager(*args, **kwargs)
         args = canonical(args)
         kwargs = {name: canonical(value) for name, value in kwargs.items()}
-        if self._meter.graphs[self._class] >= self._meter.limit:
+        if self._meter.full(self._class):
             region.full = self._meter.limit
         # The module may write into what it is given, so its eager self gets what it was before.
         kept = copy.deepcopy((args, kwargs)) if region.checking else None
@@ -228,10 +252,11 @@ class _Call:
         finally:
             if moved := self._meter.moved():
                 region.counts += moved
-                self._meter.graphs[self._class] += moved.graphs
+                region.compiles += inductor.take_compiles()
                 self._meter.compiled_some()
         if region.checking and kept is not None:
             region.checking = False
+            region.speeds += self._speed(kept)
             self._check(output, self._eager(*kept[0], **kept[1]))
         return output
 
@@ -254,6 +279,20 @@ class _Call:
                 raise
         return self._eager(*args, **kwargs)
 
+    def _speed(self, given: Any) -> Iterator[Speed]:
+        """Times the module on what it was given, which it may write into; nothing if that would compile once more."""
+        rounds: list[Speed] = []
+        try:
+            with inductor.no_more_graphs(Missing.REFUSED):
+                for _ in range(2):
+                    eager_s, compiled_s = (_timed(call, copy.deepcopy(given)) for call in (self._eager, self._compiled))
+                    rounds.append(Speed(eager_s, compiled_s))
+        except RuntimeError as error:
+            if not inductor.refusal(error):
+                raise
+            return
+        yield Speed(*map(min, zip(*rounds, strict=True)))
+
     def _check(self, output: Any, expected: Any) -> None:
         pairs = list(zip(_tensors(output), _tensors(expected), strict=True))
         for got, want in pairs:
@@ -261,6 +300,17 @@ class _Call:
             difference = ((got - want).abs().max() / scale).item()
             self._region.differences.append(difference)
             self._region.tolerance = max(self._region.tolerance, TOLERANCES.get(want.dtype, 1e-4))
+
+
+def _timed(call: Callable[..., Any], given: Any) -> float:
+    args, kwargs = given
+    # A GPU works on after the call that gave it the work has returned.
+    wait: Any = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    wait()
+    started = time.perf_counter()
+    call(*args, **kwargs)
+    wait()
+    return time.perf_counter() - started
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

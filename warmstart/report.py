@@ -143,6 +143,7 @@ class Report:
         rows += [f"  cache      {self.restored['reason']}"] if self.restored else []
         rows += [f"  part       {_part(part)}" for part in self.parts]
         rows += [f"  region     {_region(region)}" for region in self.regions]
+        rows += [f"  compile    {_compile(self.regions)}"] if any(region["graphs"] for region in self.regions) else []
         rows += [f"  request    {_request(request)}" for request in self.requests]
         rows += [f"  process    {_process(self.process)}"] if self.process else []
         rows += [f"  warning    {warning}" for warning in self.warnings]
@@ -163,10 +164,17 @@ def _part(part: dict[str, Any]) -> str:
 def _region(region: dict[str, Any]) -> str:
     checked = region["difference"]
     check = "not checked" if checked is None else f"differs from eager by {checked:.1e} at most"
+    speed = f"; {region['eager_s'] / region['compiled_s']:.2f}x eager's speed" if region["compiled_s"] else ""
     return (
         f"{region['name']} x{region['modules']}: {region['graphs']} graphs, {region['fx_hits']} hits,"
-        f" {region['fx_misses']} misses; {check}"
+        f" {region['fx_misses']} misses; {check}{speed}"
     )
+
+
+def _compile(regions: list[dict[str, Any]]) -> str:
+    stages = dict.fromkeys(stage for region in regions for stage in region["compile_s"])
+    seconds = {stage: sum(region["compile_s"].get(stage, 0.0) for region in regions) for stage in stages}
+    return ", ".join(f"{stage} {value:.2f} s" for stage, value in seconds.items())
 
 
 def _process(process: dict[str, Any]) -> str:

@@ -79,3 +79,37 @@ def test_headers_that_are_dropped_are_not_named_again(monkeypatch, counted, tmp_
     inductor.drop_headers(tmp_path / "headers")
     assert codecache._precompile_header("a.h", "g++") == ""
     assert list(tmp_path.iterdir()) == []
+
+
+def test_each_second_of_a_compile_is_in_one_stage_and_what_no_graph_covered_is_told(monkeypatch) -> None:
+    from torch._dynamo import utils
+
+    cold = utils.CompilationMetrics(
+        dynamo_cumulative_compile_time_us=20_000_000,
+        aot_autograd_cumulative_compile_time_us=17_000_000,
+        inductor_cumulative_compile_time_us=15_000_000,
+        inductor_code_gen_cumulative_compile_time_us=14_000_000,
+        triton_compile_time_us=6_000_000,
+        recompile_reason="0/0: tensor 'x' size mismatch",
+    )
+    # From the cache: Inductor has no share, and the kernels are loaded outside it.
+    warm = utils.CompilationMetrics(
+        dynamo_cumulative_compile_time_us=3_000_000,
+        aot_autograd_cumulative_compile_time_us=2_000_000,
+        triton_compile_time_us=500_000,
+    )
+    monkeypatch.setattr(utils, "_compilation_metrics", collections.deque([cold, warm], maxlen=64))
+    first, second = inductor.take_compiles()
+    assert first.seconds == {"dynamo": 3, "aot_autograd": 2, "inductor": 1, "codegen": 8, "kernels": 6}
+    assert second.seconds == {"dynamo": 1, "aot_autograd": 1.5, "inductor": 0, "codegen": 0, "kernels": 0.5}
+    assert (first.reason, second.reason) == ("0/0: tensor 'x' size mismatch", "")
+    assert inductor.take_compiles() == []
+
+
+def test_torch_forgets_no_compile_of_a_large_plan(monkeypatch) -> None:
+    from torch._dynamo import utils
+
+    monkeypatch.setattr(utils, "_compilation_metrics", collections.deque(maxlen=64))
+    inductor.keep_records()
+    utils._compilation_metrics.extend(utils.CompilationMetrics() for _ in range(300))
+    assert len(inductor.take_compiles()) == 300

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from warmstart import regions
+from warmstart.inductor import Counts
 from warmstart.regions import CompileOptions, Part, Region
 
 
@@ -158,7 +159,7 @@ def test_the_check_gives_eager_what_was_given_before_the_module_wrote_into_it():
 
     region = Region("t", "Counting", [Counting()])
     module, region.checking = region.modules[0], True
-    call = regions._Call(region, module, module._call_impl, regions._Meter(1, lambda: None))
+    call = regions._Call(region, module, module._call_impl, regions._Meter([region], 1, lambda: None))
     seen = [torch.ones(2)]
     call(torch.ones(2), seen)
     assert len(seen) == 2
@@ -192,13 +193,53 @@ def test_at_the_limit_of_graphs_no_more_are_made(compiled, monkeypatch):
     model, region, _ = compiled
     allowed = []
     monkeypatch.setattr(regions.inductor, "no_more_graphs", lambda: contextlib.nullcontext(allowed.append("no more")))
-    meter = model.blocks[0]._compiled_call_impl._meter
-    meter.graphs[Block] = OPTIONS.recompile_limit - 1
+    region.counts = Counts(graphs=OPTIONS.recompile_limit - 1)
     model(torch.randn(1, 4, 4))
     assert (allowed, region.full) == ([], 0)
-    meter.graphs[Block] += 1
+    region.counts += Counts(graphs=1)
     model(torch.randn(1, 4, 4))
     assert (len(allowed), region.full) == (3, OPTIONS.recompile_limit)
+    # An attempt that failed leaves nothing: its graphs are gone.
+    region.forget()
+    model(torch.randn(1, 4, 4))
+    assert (len(allowed), region.full) == (3, 0)
+
+
+def test_the_limit_is_one_for_all_regions_of_a_class_as_torch_s_is(compiled, monkeypatch):
+    _, region, _ = compiled
+    other = Region("another part", "Block", [Block()], counts=Counts(graphs=OPTIONS.recompile_limit))
+    meter = regions._Meter([region, other], OPTIONS.recompile_limit, lambda: None)
+    assert meter.full(Block)
+    assert not meter.full(Model)
+
+
+def test_the_check_tells_the_speed_of_both_and_writes_into_nothing(compiled):
+    model, region, seen = compiled
+    regions.check_next_call([region])
+    model(torch.randn(1, 4, 4))
+    [speed] = region.speeds
+    assert min(speed) > 0
+    # One call of each of three blocks, and two more of the first, on copies.
+    assert len(seen) == 5
+
+
+def test_a_speed_that_would_cost_a_compile_is_not_told(compiled, monkeypatch):
+    model, region, _ = compiled
+    first = model.blocks[0]._compiled_call_impl
+    calls = []
+
+    def refuse_copies(x):
+        calls.append(x)
+        if len(calls) > 1:
+            raise RuntimeError("Detected recompile when torch.compile stance is 'fail_on_recompile'. filename: 'a'")
+        return model.blocks[0]._call_impl(x)
+
+    monkeypatch.setattr(first, "_compiled", refuse_copies)
+    regions.check_next_call([region])
+    model(torch.randn(1, 4, 4))
+    assert region.speeds == []
+    assert region.differences == [0.0]
+    assert region.uncovered == ""
 
 
 def test_a_call_that_torch_refuses_runs_uncompiled_and_says_why(compiled, monkeypatch):

@@ -64,7 +64,12 @@ def test_the_last_line_is_json_on_one_line():
             {"name": "a", "outcome": "partly", "found": "as A declares", "reason": "C: no planned request calls it"},
             {"name": "b", "outcome": "compiled", "found": "as a whole", "reason": ""},
         ],
-        [{"name": "a.B", "modules": 2, "graphs": 1, "fx_hits": 0, "fx_misses": 1, "difference": None}],
+        [
+            {"name": "a.B", "modules": 2, "graphs": 1, "fx_hits": 0, "fx_misses": 1, "difference": None}
+            | {"compile_s": {"dynamo": 1.0, "kernels": 2.0}, "eager_s": 3.0, "compiled_s": 2.0},
+            {"name": "a.C", "modules": 1, "graphs": 1, "fx_hits": 0, "fx_misses": 1, "difference": 1e-7}
+            | {"compile_s": {"dynamo": 0.5, "kernels": 0.0}, "eager_s": None, "compiled_s": None},
+        ],
         [{"label": "1:1 x1", "first_s": 1.0, "graphs": 1, "steady_s": None}],
         {"reason": "nothing"}, [], {}, {"resident_bytes": 1, "peak_bytes": 2, "threads": 3, "children": []},
         ["a warning"],
@@ -77,6 +82,9 @@ def test_the_last_line_is_json_on_one_line():
     assert any("a warning" in line for line in lines)
     assert "  part       a is PARTLY compiled: C: no planned request calls it" in lines
     assert "  part       b is compiled as a whole" in lines
+    assert "  region     a.B x2: 1 graphs, 0 hits, 1 misses; not checked; 1.50x eager's speed" in lines
+    assert "  region     a.C x1: 1 graphs, 0 hits, 1 misses; differs from eager by 1.0e-07 at most" in lines
+    assert "  compile    dynamo 1.50 s, kernels 2.00 s" in lines
     assert not any("\n" in line for line in lines)
 
 
