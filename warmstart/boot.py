@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from warmstart import bundle, identity, inductor, process, toolchain
+from warmstart import bundle, identity, inductor, process, toolchain, trace
 from warmstart.bundle import Limits
 from warmstart.cache import Cache, Persisted, PersistOutcome, Restored, RestoreOutcome, explain
 from warmstart.key import compiler_trouble, lacks_compiler
@@ -152,6 +152,7 @@ class _Boot:
             self.key = identity.current_key(plan, sources=sources, settings=settings)
 
     def run(self) -> Served:
+        tracing = self._begin_trace()
         restoring = self._start_restore()
         with self.clock.phase("imports"):
             self._import()
@@ -175,7 +176,9 @@ class _Boot:
             if self.headers is not None and self.settings.unplanned != "compile":
                 inductor.drop_headers(self.headers)
         self._settle()
+        traced = self._read_trace() if tracing else None
         report = self._report(outcome, reason)
+        report.facts["trace"] = traced
         # Where nothing is compiled no planned request is slower than another, so none is unplanned.
         nothing_compiles = outcome is Outcome.EAGER or self.standing_in
         ready = self.plan if nothing_compiles else [item.request for item in self.warmed]
@@ -184,6 +187,25 @@ class _Boot:
         self.ready = True
         self._write(report)
         return served
+
+    def _begin_trace(self) -> bool:
+        if self.settings.trace_dir:
+            try:
+                trace.begin(self.settings.trace_dir)
+            except trace.TraceError as error:
+                self.warnings.append(str(error))
+            else:
+                return True
+        return False
+
+    def _read_trace(self) -> str:
+        """Where the trace of the boot is, as a page for people if that can be made."""
+        with self.clock.phase("trace"):
+            try:
+                return str(trace.report(self.settings.trace_dir) or self.settings.trace_dir)
+            except trace.TraceError as error:
+                self.warnings.append(str(error))
+                return self.settings.trace_dir
 
     # --- restore ---------------------------------------------------------------------------------------------------
 

@@ -105,6 +105,7 @@ class Settings:
     live_dir: str = _setting("", "Where compiled code lives while the process runs, in place of a directory per key.")
     self_check: bool = _setting(True, "Compare each region with its eager self at boot.")
     report_path: str = _setting("", "File to write the boot report to, as JSON.")
+    trace_dir: str = _setting("", "Directory for torch's trace of all compiles, and for tlparse's report of it.")
 
     torch_cache_dir: str = ""
     """TORCHINDUCTOR_CACHE_DIR as the platform or the user set it."""

@@ -2,6 +2,7 @@
 
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from booting import ONE, SEVEN, SMALL, TWO, rebuild
@@ -32,6 +33,15 @@ def test_without_a_compiler_the_boot_is_eager_and_right(boot, right, tmp_path):
     assert booted.report["outcome"] == "eager"
     assert "there is no C++ compiler: CXX is '/nowhere/g++', which cannot be run" in booted.report["reason"]
     assert booted.pictures == right
+
+
+def test_a_trace_of_the_boot_is_kept_and_made_into_a_page(boot, filled, tmp_path):
+    booted = boot(filled[0], before=ONE, environment={**SMALL, "WARMSTART_TRACE_DIR": str(tmp_path / "trace")})
+    assert booted.report["outcome"] == "warm"
+    page = Path(booted.report["facts"]["trace"])
+    assert page == tmp_path / "trace" / "report" / "index.html"
+    assert "tlparse" in page.read_text()
+    assert any("fx_graph_cache_hit" in path.name for path in page.parent.rglob("*"))
 
 
 def test_required_makes_a_failed_compile_fatal(boot, tmp_path):
