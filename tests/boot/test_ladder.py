@@ -40,7 +40,7 @@ def test_a_trace_of_the_boot_is_kept_and_made_into_a_page(boot, filled, tmp_path
     assert booted.report["outcome"] == "warm"
     page = Path(booted.report["facts"]["trace"])
     assert page == tmp_path / "trace" / "report" / "index.html"
-    assert "tlparse" in page.read_text()
+    assert page.is_file()
     assert any("fx_graph_cache_hit" in path.name for path in page.parent.rglob("*"))
 
 
