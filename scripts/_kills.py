@@ -37,7 +37,8 @@ GREY_STEPS = 2  # of 255, by which compiled pictures may differ from eager ones
 GRACE_S = 3.0  # docker stop gives 10; the prediction that is to be finished takes less than one
 WAIT_S = 900.0  # for anything that must come, on a machine however busy
 SETTINGS = {
-    "WARMSTART_REGIONS": "FeedForward",
+    # Quick to compile, and what it is given depends on the picture's size alone: each size makes a graph of its own.
+    "WARMSTART_REGIONS": "AdaLayerNormContinuous",
     "WARMSTART_DYNAMIC": "false",
     "WARMSTART_RESTORE_DEADLINE_S": "600",
     "WARMSTART_PERSIST_DEADLINE_S": "600",
