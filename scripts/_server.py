@@ -11,6 +11,7 @@ import base64
 import contextlib
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -456,4 +457,8 @@ def _container() -> list[str]:
                 f"{tool} is not on PATH, and without it a container's life cycle cannot be reproduced. "
                 f"Install it (on Debian and Ubuntu: apt install {package})."
             )
-    return ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", "tini", "--"]
+    # The server names a socket after its process id, and network namespaces, which the stand-ins share, are where such
+    # names live: two servers that start at once as process 2 would meet. So each begins to count somewhere else.
+    start = '{ echo "$0" >/proc/sys/kernel/ns_last_pid; } 2>/dev/null; exec tini -- "$@"'
+    first = str(random.randrange(100, 30_000))
+    return ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", "sh", "-c", start, first]

@@ -250,6 +250,21 @@ def test_in_a_namespace_the_worker_dies_with_the_server(toy: Path, environment: 
         assert gone(worker)
 
 
+def test_servers_in_namespaces_do_not_have_the_same_process_id(toy: Path, environment: dict[str, str]) -> None:
+    """A socket of the server's is named after it, and two that start at once would fight for the name."""
+    with (
+        Server(toy, environment=environment, namespace=True) as one,
+        Server(toy, environment=environment, namespace=True) as other,
+    ):
+        inside = set()
+        for server in (one, other):
+            for pid in descendants(server.init_pid() or 0):
+                [line] = re.findall(r"^NSpid:.*", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+                inside.add(int(line.split()[-1]))
+    assert len(inside) == 4
+    assert min(inside) > 100
+
+
 def test_a_missing_tool_is_named_with_its_package(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("_server.shutil.which", lambda tool: None if tool == "tini" else f"/usr/bin/{tool}")
     with pytest.raises(ServerError, match=r"tini is not on PATH.*apt install tini"):
