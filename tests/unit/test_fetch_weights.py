@@ -425,6 +425,20 @@ def test_a_kill_between_them_is_healed_by_the_next_fetch(target: Path) -> None:
         assert names(target) == {"old.json"}
 
 
+def test_a_directory_that_went_into_place_before_it_was_locked_is_not_held(target: Path, monkeypatch) -> None:
+    place = target.parent / ".weights.fetching"
+    real, meanwhile = _fetch.fcntl.flock, iter([lambda: place.rename(target)])
+
+    def flock(holder: int, operation: int) -> None:
+        next(meanwhile, lambda: None)()
+        real(holder, operation)
+
+    monkeypatch.setattr(_fetch.fcntl, "flock", flock)
+    holder = _fetch._hold(place)
+    assert os.fstat(holder).st_ino == place.stat().st_ino != target.stat().st_ino
+    os.close(holder)
+
+
 def test_a_target_that_cannot_be_replaced_stays(no_exchange: None, target: Path, monkeypatch) -> None:
     write(target, {"old.json": "old"})
     real = Path.rename
