@@ -9,7 +9,18 @@ from __future__ import annotations
 from warmstart.boot import boot
 from warmstart.identity import current_key
 from warmstart.models import Request, Result
+from warmstart.models.own import OwnModel
 from warmstart.served import Served, UnplannedRequestError
 from warmstart.settings import Settings, SettingsError
 
-__all__ = ["Request", "Result", "Served", "Settings", "SettingsError", "UnplannedRequestError", "boot", "current_key"]
+__all__ = [
+    "OwnModel",
+    "Request",
+    "Result",
+    "Served",
+    "Settings",
+    "SettingsError",
+    "UnplannedRequestError",
+    "boot",
+    "current_key",
+]

@@ -23,6 +23,7 @@ from warmstart.key import compiler_trouble, lacks_compiler
 from warmstart.leftover import Leftover, UnfitError
 from warmstart.live import LiveDirectory, do_without, headers_in, prepare, set_aside
 from warmstart.models import ModelError
+from warmstart.models.own import adopt
 from warmstart.report import Evidence, Outcome, Report, Stopwatch, decide, say, sentence
 from warmstart.saving import Saver
 from warmstart.served import Served
@@ -56,13 +57,20 @@ class CompileRequiredError(RuntimeError):
 
 
 def boot(
-    plan: Sequence[Request], *, sources: Sequence[str] = (), settings: Settings | None = None, publish: bool = True
+    plan: Sequence[Request],
+    *,
+    sources: Sequence[str] = (),
+    load: Callable[[], object] | None = None,
+    settings: Settings | None = None,
+    publish: bool = True,
 ) -> Served:
     """Loads, compiles and warms the model, from the cache where it can.
 
     Args:
         plan: the requests to warm, each with a label of its own. What they need compiled is compiled here.
         sources: files whose text is part of the model's version, `[__file__]` of the Predictor at least.
+        load: loads the model in place of WARMSTART_MODEL: gives an `OwnModel`, another object with the methods of
+            `Model`, or a diffusers pipeline. Called once, beside the restore.
         settings: in place of those in the environment.
         publish: whether what is compiled goes to the store; without, every store stays as it is.
 
@@ -73,7 +81,7 @@ def boot(
         ModelError: the model cannot be loaded or fails uncompiled too.
         CompileRequiredError: it cannot be compiled and WARMSTART_COMPILE is `required`.
     """
-    served = _Boot(plan, sources, settings or Settings.from_environment(), publish).run()
+    served = _Boot(plan, sources, load, settings or Settings.from_environment(), publish).run()
     say("\n".join(served.report.lines()))
     time.sleep(_LOG_S)
     return served
@@ -122,8 +130,16 @@ class _Restoring:
 class _Boot:
     """One boot, step by step."""
 
-    def __init__(self, plan: Sequence[Request], sources: Sequence[str], settings: Settings, publish: bool) -> None:
+    def __init__(
+        self,
+        plan: Sequence[Request],
+        sources: Sequence[str],
+        load: Callable[[], object] | None,
+        settings: Settings,
+        publish: bool,
+    ) -> None:
         self.plan = plan
+        self.load = load
         self.publish = publish
         self.settings = settings
         self.clock = Stopwatch()
@@ -149,7 +165,7 @@ class _Boot:
         self.headers: Path | None = None
         with self.clock.phase("key"):
             self.device = identity.device(settings)
-            self.key = identity.current_key(plan, sources=sources, settings=settings)
+            self.key = identity.current_key(plan, sources=sources, load=load, settings=settings)
 
     def run(self) -> Served:
         tracing = self._begin_trace()
@@ -268,10 +284,13 @@ class _Boot:
         import torch
 
         from warmstart import regions, warmup
-        from warmstart.models import diffusers
 
         torch.set_num_threads(self.settings.threads)
-        self._regions, self._warmup, self._diffusers = regions, warmup, diffusers
+        self._regions, self._warmup = regions, warmup
+        if self.load is None:
+            from warmstart.models import diffusers
+
+            self._diffusers = diffusers
         warmup.check_plan(self.plan)
         if self.device.startswith("cuda") and not torch.cuda.is_available():
             raise ModelError(
@@ -280,6 +299,8 @@ class _Boot:
             )
 
     def _load(self) -> Model:
+        if self.load is not None:
+            return adopt(self.load(), self.device)
         return self._diffusers.DiffusersModel(
             self.settings.model,
             revision=self.settings.model_revision,
@@ -657,7 +678,7 @@ class _Boot:
             "environment": self.key.environment_digest,
             "version": self.key.version_digest,
             "device": self.device,
-            "dtype": identity.dtype(self.settings, self.device),
+            "dtype": self.key.version["dtype"],
             "threads": self.settings.threads,
             "vector_isa": inductor.vector_isa() if self.device == "cpu" else None,
             "dynamic": identity.dynamic(self.settings, self.plan),

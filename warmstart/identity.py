@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +11,7 @@ from warmstart.key import Key
 from warmstart.settings import Settings, SettingsError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from warmstart.models import Request
 
@@ -20,8 +19,24 @@ if TYPE_CHECKING:
 _GRAPH_SOURCES = ("blocks.py", "inductor.py", "regions.py", "models/diffusers.py")
 
 
-def current_key(plan: Sequence[Request], *, sources: Sequence[str] = (), settings: Settings | None = None) -> Key:
+# Of a model that load= loads, no more is known before it is loaded.
+_BY_SOURCES = "as the sources say"
+
+
+def current_key(
+    plan: Sequence[Request],
+    *,
+    sources: Sequence[str] = (),
+    load: Callable[[], object] | None = None,
+    settings: Settings | None = None,
+) -> Key:
     """The key that a boot here and now would use. Needs no torch, and reads no weights beyond their headers.
+
+    Args:
+        plan: as for `boot`, as the others are.
+        sources: with `load`, all that tells one model from another.
+        load: only whether there is one counts; it is not called.
+        settings: in place of those in the environment.
 
     Raises:
         SettingsError: a setting cannot be used.
@@ -32,18 +47,20 @@ def current_key(plan: Sequence[Request], *, sources: Sequence[str] = (), setting
     environment = key.environment_facts(
         device=chosen, threads=settings.threads, visible_devices=settings.visible_devices, compiler=settings.compiler
     )
-    return Key(environment, _version_facts(plan, sources, settings, chosen))
+    return Key(environment, _version_facts(plan, sources, settings, chosen, own=load is not None))
 
 
-def _version_facts(plan: Sequence[Request], sources: Sequence[str], settings: Settings, on: str) -> dict[str, str]:
+def _version_facts(
+    plan: Sequence[Request], sources: Sequence[str], settings: Settings, on: str, *, own: bool
+) -> dict[str, str]:
     package = Path(__file__).parent
     code = [Path(source) for source in sources] + [package / name for name in _GRAPH_SOURCES]
     return {
-        "model": settings.model_version or _model_version(settings),
+        "model": _model_by_sources(sources, settings) if own else _model_version(settings),
         "code": key.source_digest(code),
-        "diffusers": importlib.metadata.version("diffusers"),
-        "transformers": importlib.metadata.version("transformers"),
-        "dtype": dtype(settings, on),
+        "diffusers": key.installed("diffusers"),
+        "transformers": key.installed("transformers"),
+        "dtype": _BY_SOURCES if own else dtype(settings, on),
         "strategy": settings.strategy,
         "regions": ", ".join(settings.regions) or "found",
         "parts": ", ".join(settings.parts) or "denoisers",
@@ -55,7 +72,19 @@ def _version_facts(plan: Sequence[Request], sources: Sequence[str], settings: Se
     }
 
 
+def _model_by_sources(sources: Sequence[str], settings: Settings) -> str:
+    if not sources and not settings.model_version:
+        raise key.KeyFactError(
+            "The model is loaded by load=, and neither sources= nor WARMSTART_MODEL_VERSION tells it from another, so"
+            " both would have one key. Pass sources=[__file__], and the files that its architecture is read from."
+        )
+    return settings.model_version or _BY_SOURCES
+
+
 def _model_version(settings: Settings) -> str:
+    settings.check_model()
+    if settings.model_version:
+        return settings.model_version
     if Path(settings.model).is_dir():
         return key.model_version(Path(settings.model))
     if not settings.model_revision:

@@ -100,7 +100,7 @@ def environment_facts(
         "torch": torch["__version__"],
         "torch git": torch["git_version"],
         "cuda runtime": torch["cuda"],
-        "triton": _installed("triton", "pytorch-triton"),
+        "triton": installed("triton", "pytorch-triton"),
     }
     if device.startswith("cuda"):
         return facts | gpu_facts(device, visible_devices)
@@ -299,7 +299,8 @@ def _torch_facts() -> dict[str, str]:
     return values
 
 
-def _installed(*names: str) -> str:
+def installed(*names: str) -> str:
+    """The version of the first of these packages that is installed, "none" where none is."""
     for name in names:
         try:
             return importlib.metadata.version(name)

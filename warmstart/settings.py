@@ -143,6 +143,13 @@ class Settings:
     def _check(self) -> None:
         if self.device not in ("auto", "cpu", "cuda") and not self.device.removeprefix("cuda:").isdecimal():
             raise SettingsError(_bad("WARMSTART_DEVICE", self.device, "auto, cpu, cuda or cuda:N"))
+
+    def check_model(self) -> None:
+        """Refuses a model that is nowhere; not asked where the Predictor loads its own.
+
+        Raises:
+            SettingsError: WARMSTART_MODEL is neither a directory nor a hub id.
+        """
         if not Path(self.model).is_dir() and not _is_hub_id(self.model):
             raise SettingsError(
                 f"WARMSTART_MODEL is {self.model!r}, which is no directory under {Path.cwd()} and no hub id"

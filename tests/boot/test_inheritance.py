@@ -1,11 +1,13 @@
 """A new version starts from its nearest sibling's code: what fits is used and kept, the rest is compiled."""
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from booting import ONE, ROOT, SEVEN, SMALL, TWO, rebuild
+from hub import Hub, nobody
 from PIL import Image
 
 from warmstart import bundle
@@ -166,3 +168,41 @@ def test_a_broken_sibling_costs_one_boot(boot, sibling, tmp_path):
     assert booted.pictures == sibling[1].pictures
     # What this version compiled is its own now, so the next boot does not turn to the sibling again.
     assert list(broken.glob(f"*/{booted.report['facts']['version']}/*.tar.zst"))
+
+
+# --- A model at the hub: its version is the id and the commit --------------------------------------------------------
+
+HUB_ID = "digits/flux"
+
+
+@pytest.fixture
+def hub(model_dir: Path) -> Iterator[Hub]:
+    with Hub({HUB_ID: model_dir}) as started:
+        yield started
+
+
+def at_the_hub(hub: Hub, home: Path) -> dict[str, str]:
+    model = {"WARMSTART_MODEL": HUB_ID, "WARMSTART_MODEL_REVISION": hub.commit(HUB_ID)}
+    return {**model, "HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1"}
+
+
+def test_a_hub_id_boots_warm_and_later_without_the_hub(boot, sibling, store, hub, tmp_path):
+    environment = at_the_hub(hub, tmp_path / "home")
+    first = boot(store, draw=SEVEN, before=ONE, environment=environment)
+    assert_warm(first)
+    assert "model is" in first.report["reason"], "inherited from the same model in a directory"
+    assert hub.fetched()["transformer/diffusion_pytorch_model.safetensors"] > 0
+    forget_sibling(store, sibling[1])
+    later = boot(store, draw=SEVEN, before=ONE, environment=environment | {"HF_ENDPOINT": nobody()})
+    assert_warm(later)
+    assert later.report["restored"]["inherited"] is None
+    assert first.pictures == later.pictures == sibling[1].pictures
+
+
+def test_a_hub_that_cannot_be_reached_is_a_model_error_with_its_remedy(boot, store, hub, tmp_path):
+    environment = at_the_hub(hub, tmp_path / "home") | {"HF_ENDPOINT": nobody()}
+    done = boot.start(store, before=ONE, environment=environment)
+    assert done.returncode != 0
+    *_, said = [line for line in done.stderr.splitlines() if "ModelError: " in line]
+    assert f"the model '{HUB_ID}' cannot be loaded" in said
+    assert "Check WARMSTART_MODEL, the revision, the network and HF_TOKEN" in said

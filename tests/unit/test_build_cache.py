@@ -63,9 +63,11 @@ class Boots:
     calls: list[SimpleNamespace] = dataclasses.field(default_factory=list)
     waits: list[float] = dataclasses.field(default_factory=list)
 
-    def __call__(self, plan, *, sources, settings, publish=True) -> SimpleNamespace:
+    def __call__(self, plan, *, sources, settings, load=None, publish=True) -> SimpleNamespace:
         live_there = bool(settings.live_dir) and Path(settings.live_dir).is_dir()
-        call = SimpleNamespace(plan=plan, sources=sources, settings=settings, publish=publish, live_there=live_there)
+        call = SimpleNamespace(
+            plan=plan, sources=sources, settings=settings, load=load, publish=publish, live_there=live_there
+        )
         self.calls.append(call)
         report = SimpleNamespace(outcome=self.outcome, reason="because of this", persisted=list(self.saves))
         return SimpleNamespace(report=report, save=self.waits.append)
@@ -106,6 +108,16 @@ def test_a_build_fills_the_store_that_is_named_where_the_user_is(
     assert command.main(["--url", "elsewhere"], project) == 0
     assert command.main(["--url", "s3://bucket/prefix"], project) == 0
     assert [call.settings.cache_url for call in boots.calls] == [str(tmp_path / "elsewhere"), "s3://bucket/prefix"]
+
+
+def test_a_predictor_that_loads_its_own_model_needs_no_weights(command, project, boots, capsys) -> None:
+    shutil.rmtree(project / "weights")
+    predict = (project / "predict.py").read_text()
+    (project / "predict.py").write_text(predict.replace("sources=[__file__]", "sources=[__file__], load=int"))
+    assert command.main([], project) == 0
+    assert boots.calls[0].load is int
+    assert command.main(["--check"], project) == 1
+    assert "a boot here would be cold" in capsys.readouterr().err
 
 
 def test_a_build_that_ends_eager_has_failed(command, project, boots, capsys, monkeypatch) -> None:

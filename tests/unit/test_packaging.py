@@ -112,6 +112,7 @@ def test_the_last_matching_pattern_decides() -> None:
         "weights/model_index.json",
         "weights/transformer/diffusion_pytorch_model.safetensors",
         "weights/tokenizer/special_tokens_map.json",
+        "weights/.fetched.json",
         "cache/0123abcd/environment.json",
         "cache/0123abcd/4567ef/version.json",
         "cache/0123abcd/4567ef/89ab.tar.zst",
@@ -145,6 +146,7 @@ def test_needed_files_go_in(ignore: Ignore, path: str) -> None:
         ".ruff_cache/0.17.6/1",
         "warmstart.egg-info/PKG-INFO",
         "cache/0123abcd/.89ab.tmp",
+        ".weights.fetching/model/vae/model.safetensors.0123abcd.part",
         "boot.log",
     ],
 )

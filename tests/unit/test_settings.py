@@ -55,7 +55,7 @@ def test_a_bad_value_is_one_error_with_variable_value_and_what_is_allowed(name, 
 
 def test_a_model_that_is_not_there_is_an_error():
     with pytest.raises(SettingsError, match="WARMSTART_MODEL is 'wieghts', which is no directory"):
-        read(MODEL="wieghts")
+        read(MODEL="wieghts").check_model()
 
 
 def test_a_misspelt_setting_is_an_error_that_names_the_right_one():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import diffusers.utils.logging
 import torch
@@ -50,12 +50,22 @@ class DiffusersModel:
             )
         # Loading runs code of many libraries; whatever it raises means that there is no model.
         except Exception as error:
+            remedy = "and whether the directory is a complete diffusers model"
+            if not Path(source).is_dir():
+                remedy = "the revision, the network and HF_TOKEN; or have it in the image by scripts/fetch_weights"
             raise ModelError(
                 f"the model {source!r} cannot be loaded ({type(error).__name__}: {error}); without it there is nothing"
-                " to serve. Check WARMSTART_MODEL and that the directory is a complete diffusers model."
+                f" to serve. Check WARMSTART_MODEL, {remedy}."
             ) from error
         pipeline.set_progress_bar_config(disable=True)
         self._pipeline: Any = pipeline.to(device)
+
+    @classmethod
+    def of(cls, pipeline: DiffusionPipeline) -> Self:
+        """A pipeline that somebody else loaded, as it is and where it is."""
+        model = cls.__new__(cls)
+        model._pipeline = pipeline
+        return model
 
     def parts(self) -> dict[str, nn.Module]:
         """The pipeline's modules by name; of an autoencoder the decoder."""
