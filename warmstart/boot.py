@@ -170,7 +170,7 @@ class _Boot:
     def run(self) -> Served:
         tracing = self._begin_trace()
         restoring = self._start_restore()
-        with self.clock.phase("imports"):
+        with self.clock.phase("imports"), process.uncollected():
             self._import()
         with self.clock.phase("weights"):
             model = self._load()
@@ -318,7 +318,8 @@ class _Boot:
         if not self._can_build(self.live):
             return self._eager(served, f"{self.trouble}. {self.why_nothing or self.restored.reason}")
         try:
-            with self.clock.phase("regions"):
+            with self.clock.phase("regions"), process.uncollected():
+                inductor.load()
                 self._compile(model)
         except SettingsError as error:
             return self._eager(served, str(error))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
+import importlib
 import os
 import shutil
 import sys
@@ -41,6 +42,11 @@ class Counts:
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+
+def load() -> None:
+    """Imports Inductor, which torch otherwise does in the first compile; it takes a second."""
+    importlib.import_module("torch._inductor.compile_fx")
 
 
 STAGES = ("dynamo", "aot_autograd", "inductor", "codegen", "kernels")

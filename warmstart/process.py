@@ -1,8 +1,11 @@
-"""What this process takes of its machine, from /proc; knows nothing of what runs in it."""
+"""What this process takes of its machine: memory, children, time to look for garbage. Knows not what runs in it."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -46,3 +49,21 @@ def _command(pid: int) -> str:
         return " ".join(os.fsdecode(part) for part in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") if part)
     except OSError:
         return ""
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """For imports: inside it Python looks for no garbage in cycles, and never again among all that is there at its end.
+
+    Importing torch, diffusers and Inductor makes a million objects that stay. To look through them again and again
+    while their number grows is a quarter of the CPU time of the imports, and each later look at all of them a pause.
+    """
+    gc.collect()  # what is garbage now would be kept too
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if enabled:
+            gc.enable()

@@ -35,9 +35,14 @@ def test_without_a_compiler_the_boot_is_eager_and_right(boot, right, tmp_path):
     assert booted.pictures == right
 
 
-def test_a_trace_of_the_boot_is_kept_and_made_into_a_page(boot, filled, tmp_path):
-    booted = boot(filled[0], before=ONE, environment={**SMALL, "WARMSTART_TRACE_DIR": str(tmp_path / "trace")})
+def test_a_trace_of_a_warm_boot_is_kept_and_made_into_a_page(boot, filled, tmp_path):
+    frozen = "import gc\nanswer = [gc.isenabled(), gc.get_freeze_count()]"
+    environment = {**SMALL, "WARMSTART_TRACE_DIR": str(tmp_path / "trace")}
+    booted = boot(filled[0], before=ONE, environment=environment, after=frozen)
     assert booted.report["outcome"] == "warm"
+    # What was imported is out of the collector's sight, and the collector at work.
+    assert booted.after[0] is True
+    assert booted.after[1] > 300_000
     page = Path(booted.report["facts"]["trace"])
     assert page == tmp_path / "trace" / "report" / "index.html"
     assert page.is_file()
