@@ -8,8 +8,19 @@ from __future__ import annotations
 
 from warmstart.boot import boot
 from warmstart.identity import current_key
-from warmstart.models import Request, Result
-from warmstart.served import Served, UnplannedRequestError
+from warmstart.models import Request, RequestError, Result
+from warmstart.served import Served, Stream, UnplannedRequestError
 from warmstart.settings import Settings, SettingsError
 
-__all__ = ["Request", "Result", "Served", "Settings", "SettingsError", "UnplannedRequestError", "boot", "current_key"]
+__all__ = [
+    "Request",
+    "RequestError",
+    "Result",
+    "Served",
+    "Settings",
+    "SettingsError",
+    "Stream",
+    "UnplannedRequestError",
+    "boot",
+    "current_key",
+]

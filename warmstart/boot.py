@@ -7,6 +7,7 @@ store, a compiler or a compile that fails makes a boot slower, never wrong and n
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import threading
@@ -21,7 +22,7 @@ from warmstart.cache import Cache, Persisted, PersistOutcome, Restored, RestoreO
 from warmstart.key import compiler_trouble, lacks_compiler
 from warmstart.leftover import Leftover, UnfitError
 from warmstart.live import LiveDirectory, do_without, headers_in, prepare, set_aside
-from warmstart.models import ModelError
+from warmstart.models import ModelError, family
 from warmstart.report import Evidence, Outcome, Report, Stopwatch, decide, say
 from warmstart.saving import Saver
 from warmstart.served import Served
@@ -243,10 +244,18 @@ class _Boot:
         import torch
 
         from warmstart import regions, warmup
-        from warmstart.models import diffusers
 
         torch.set_num_threads(self.settings.threads)
-        self._regions, self._warmup, self._diffusers = regions, warmup, diffusers
+        self._regions, self._warmup = regions, warmup
+        # A family's libraries take seconds to import, so only its own are.
+        if family(self.settings.model) == "causal":
+            from warmstart.models.causal import CausalModel
+
+            self._loader: Callable[..., Model] = functools.partial(CausalModel, plan=self.plan)
+        else:
+            from warmstart.models.diffusers import DiffusersModel
+
+            self._loader = functools.partial(DiffusersModel, revision=self.settings.model_revision)
         warmup.check_plan(self.plan)
         if self.device.startswith("cuda") and not torch.cuda.is_available():
             raise ModelError(
@@ -255,12 +264,8 @@ class _Boot:
             )
 
     def _load(self) -> Model:
-        return self._diffusers.DiffusersModel(
-            self.settings.model,
-            revision=self.settings.model_revision,
-            device=self.device,
-            dtype=identity.dtype(self.settings, self.device),
-        )
+        dtype = identity.dtype(self.settings, self.device)
+        return self._loader(self.settings.model, device=self.device, dtype=dtype)
 
     # --- the ladder: from the cache, else compiled, else eager -------------------------------------------------------
 

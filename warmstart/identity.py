@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from warmstart import key
 from warmstart.key import Key
+from warmstart.models import family
 from warmstart.settings import Settings, SettingsError
 
 if TYPE_CHECKING:
@@ -16,8 +17,9 @@ if TYPE_CHECKING:
 
     from warmstart.models import Request
 
-# Modules whose code decides the graphs. A change in any other of ours leaves compiled code as good as it was.
-_GRAPH_SOURCES = ("inductor.py", "regions.py", "models/diffusers.py")
+# Modules whose code decides the graphs, beside that of the model's family. A change in any other of ours leaves
+# compiled code as good as it was.
+_GRAPH_SOURCES = ("inductor.py", "regions.py")
 
 
 def current_key(plan: Sequence[Request], *, sources: Sequence[str] = (), settings: Settings | None = None) -> Key:
@@ -26,6 +28,7 @@ def current_key(plan: Sequence[Request], *, sources: Sequence[str] = (), setting
     Raises:
         SettingsError: a setting cannot be used.
         KeyFactError: a fact cannot be read, a damaged weights file say.
+        ModelError: the model is of no known family.
     """
     settings = settings or Settings.from_environment()
     chosen = device(settings)
@@ -37,7 +40,8 @@ def current_key(plan: Sequence[Request], *, sources: Sequence[str] = (), setting
 
 def _version_facts(plan: Sequence[Request], sources: Sequence[str], settings: Settings, on: str) -> dict[str, str]:
     package = Path(__file__).parent
-    code = [Path(source) for source in sources] + [package / name for name in _GRAPH_SOURCES]
+    ours = (*_GRAPH_SOURCES, f"models/{family(settings.model)}.py")
+    code = [Path(source) for source in sources] + [package / name for name in ours]
     return {
         "model": settings.model_version or _model_version(settings),
         "code": key.source_digest(code),

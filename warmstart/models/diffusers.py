@@ -68,6 +68,10 @@ class DiffusersModel:
         """The denoisers."""
         return tuple(name for name in _DENOISERS if name in self.parts())
 
+    def label(self, request: Request) -> str:
+        """What the Predictor says."""
+        return request.label
+
     def run(self, request: Request) -> list[Any]:
         """Makes the pictures of one request, as PIL images in the order of its seeds."""
         # On the CPU whatever the device is, so that a seed means the same picture on every machine's generator.
