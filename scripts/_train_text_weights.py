@@ -52,6 +52,7 @@ END = "<|endoftext|>"  # between documents, and so before each
 BATCH = 4
 RATE = 3e-3
 WARMUP_STEPS = 100
+COSINE_STEPS = 2600  # of the rate's slow fall, which the last, fast one cuts short
 TOPIC_COPIES = 2  # of help()'s topics among the docstrings, which are three times as much text
 HELD_OUT = 20  # one module in so many
 # Directories of the standard library that are tests, tools or other people's packages.
@@ -63,14 +64,15 @@ SHORTEST = 60  # characters of a docstring that says something
 class Budget:
     """How much work a training does."""
 
-    steps: int = 2600
+    steps: int = 1400
+    fall_steps: int = 400  # the last ones, over which the rate falls to zero
     checkpoint_every: int = 200
     documents: int | None = None  # how many of each kind; None for all
     held_out_bytes: int = 60_000
 
 
 FULL = Budget()
-SMOKE = Budget(steps=4, checkpoint_every=2, documents=300, held_out_bytes=4000)
+SMOKE = Budget(steps=4, fall_steps=2, checkpoint_every=2, documents=300, held_out_bytes=4000)
 
 
 # ---------------------------------------------------------------------------------------------- text
@@ -196,6 +198,11 @@ class Training:
         starts = torch.randint(len(self.stream) - CONTEXT, (BATCH,), generator=self.generator)
         return torch.stack([self.stream[start : start + CONTEXT] for start in starts.tolist()])
 
+    def rate(self) -> float:
+        """The learning rate of this step."""
+        fall = min(1.0, (self.budget.steps - self.step) / self.budget.fall_steps)
+        return learning_rate(self.step, COSINE_STEPS, RATE, WARMUP_STEPS) * fall
+
     def train(self) -> None:
         """Go on to the last step."""
         recent, parameters = math.log(VOCABULARY), list(self.model.parameters())
@@ -204,9 +211,7 @@ class Training:
             while self.step < self.budget.steps:
                 windows = self.batch()
                 loss = self.model(input_ids=windows, labels=windows).loss
-                descend(
-                    self.optimizer, parameters, loss, learning_rate(self.step, self.budget.steps, RATE, WARMUP_STEPS)
-                )
+                descend(self.optimizer, parameters, loss, self.rate())
                 self.step += 1
                 recent += (loss.item() - recent) * 0.02
                 bar.set_postfix(loss=f"{recent:.3f}", refresh=False)
