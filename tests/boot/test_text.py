@@ -6,7 +6,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 MODEL = {"WARMSTART_MODEL": "weights-text"}
 # Prompts on both sides of each planned length, the empty one, and one of the longest; then the longest text.
-PROMPTS = ["", "a", *("a" * letters for letters in (15, 16, 63, 64)), "a" * 255]
+PROMPTS = ["", "7", *("7" * digits for digits in (15, 16, 63, 64)), "7" * 255]
 WRITE = """
 import sys
 import predict_text
@@ -21,6 +21,8 @@ def write(prompt, tokens, temperature=0.0):
 texts, costs = [], []
 for prompt in PROMPTS:
     write(prompt, 8)
+# One that cannot end before its time.
+model._model._ends = frozenset()
 write("The with statement", 256)
 write("The with statement", 40, 1.0)
 tokens = [len(model._model._tokenizer(prompt)["input_ids"]) for prompt in PROMPTS]

@@ -153,11 +153,10 @@ class _Slots(StaticLayer):  # type: ignore[no-untyped-call]
     """One layer's keys and values, each (1, heads, tokens, width), written from `cumulative_length` on.
 
     Unlike transformers' own it leaves that number alone, so a layer that is run twice (the self-check, a call that is
-    repeated uncompiled) writes the same places again. And its tensors have no fixed addresses for torch to guard on:
-    one graph serves all layers.
+    repeated uncompiled) writes the same places again.
     """
 
-    # Set at the first step, and never before torch traces one.
+    # Set at the first step, which no compiled code takes.
     keys: Tensor
     values: Tensor
 
@@ -171,14 +170,6 @@ class _Slots(StaticLayer):  # type: ignore[no-untyped-call]
         other.lazy_initialization(self.keys, self.values)
         return other
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Makes the buffers, at the first step, which shows their shapes."""
-        self.keys, self.values = (
-            states.new_zeros((*states.shape[:2], self.max_cache_len, states.shape[-1]))
-            for states in (key_states, value_states)
-        )
-        self.is_initialized = True
-
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Writes the keys and values of some tokens and returns those of all places."""
         if not self.is_initialized:
@@ -190,7 +181,7 @@ class _Slots(StaticLayer):  # type: ignore[no-untyped-call]
 
 
 class _Alone(Cache):
-    """The slots of one layer, whatever number the layer has."""
+    """The slots of one layer. It does not ask for the layer's number, so torch does not guard on it."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
@@ -220,10 +211,9 @@ class _Buffers(Cache):
 
 
 def _arrange(model: Any, size: int) -> _Buffers:
-    """Has each layer see its own slots alone, as number 0, so that no two differ in anything that torch guards on.
+    """Has each layer see its own slots alone, and tries whether the model says the same with them.
 
-    Were each to find its slots by its number, each would need graphs of its own. Whether the model still says the same
-    is tried; one that uses the number otherwise keeps it.
+    Were each to find its slots among all by its number, torch would guard on that, and each need graphs of its own.
 
     Raises:
         ModelError: the model cannot keep keys and values in buffers.
@@ -232,29 +222,24 @@ def _arrange(model: Any, size: int) -> _Buffers:
     tokens = torch.arange(3, device=device)[None]
     plain = model(input_ids=tokens, use_cache=False).logits[0, -1]
     layers = _layers(model)
-    numbered = [(part, part.layer_idx) for layer in layers for part in layer.modules() if hasattr(part, "layer_idx")]
     for number, layer in enumerate(layers):
         kind: Any = type(layer)
         layer.__class__ = _seeing_its_own(kind)
         layer.warmstart_number = number
-    why = ""
-    for shared in (True, False):
-        for part, number in numbered:
-            part.layer_idx = 0 if shared else number
-        start = torch.zeros((), dtype=torch.long, device=device)
-        buffers = _Buffers([_Slots(max(size, 3), start) for _ in layers], start)
-        try:
-            model(input_ids=tokens[:, :2], cache=buffers, use_cache=True)
-            start.fill_(2)
-            ours = model(input_ids=tokens[:, 2:], cache=buffers, use_cache=True).logits[0, -1]
-            difference = ((ours - plain).abs().max() / plain.abs().max()).item()
-            # Written so that a NaN fails too.
-            if difference <= _TOLERANCE and all(one.is_initialized for one in buffers.slots):
-                return buffers
-            why = f"its logits are then off by {difference:.1e} of the largest"
-        # A model with another kind of memory may fail anywhere.
-        except Exception as error:  # noqa: BLE001
-            why = f"{type(error).__name__}: {error}"
+    start = torch.zeros((), dtype=torch.long, device=device)
+    buffers = _Buffers([_Slots(max(size, 3), start) for _ in layers], start)
+    try:
+        model(input_ids=tokens[:, :2], cache=buffers, use_cache=True)
+        start.fill_(2)
+        ours = model(input_ids=tokens[:, 2:], cache=buffers, use_cache=True).logits[0, -1]
+        difference = ((ours - plain).abs().max() / plain.abs().max()).item()
+        # Written so that a NaN fails too.
+        if difference <= _TOLERANCE and all(one.is_initialized for one in buffers.slots):
+            return buffers
+        why = f"its logits are then off by {difference:.1e} of the largest"
+    # A model with another kind of memory may fail anywhere.
+    except Exception as error:  # noqa: BLE001
+        why = f"{type(error).__name__}: {error}"
     raise ModelError(
         f"{type(model).__name__} cannot keep the keys and values of its {len(layers)} layers in buffers of a fixed size"
         f" ({why}), as language models are served here; serve it by other means, or another model."
