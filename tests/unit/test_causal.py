@@ -1,7 +1,7 @@
 """Text as it is written here, in padded prompts and buffers of one size, is the text that transformers writes."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,13 @@ def as_transformers_has_it(model: CausalModel, place: Path, prompt: str, tokens:
     )
     text: str = model._tokenizer.decode(made[0, given.shape[1] :], skip_special_tokens=True)
     return text.rstrip("\ufffd")  # a last character that is not complete
+
+
+@pytest.fixture(autouse=True)
+def as_served() -> Iterator[None]:
+    """The mode in which every request runs."""
+    with torch.inference_mode():
+        yield
 
 
 @pytest.fixture(scope="module")

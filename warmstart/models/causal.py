@@ -65,7 +65,7 @@ class CausalModel:
         self._labels, self._size = _lengths(plan, self._model.config.get_text_config())
         with torch.inference_mode():
             self._buffers = _arrange(self._model, self._size)
-        self._free: list[_Buffers] = []
+        self._free = [self._buffers]
         self._ends = _ends(self._model.generation_config, self._tokenizer)
 
     def parts(self) -> dict[str, nn.Module]:
@@ -138,9 +138,8 @@ class CausalModel:
         return [begin if begin is not None else min(self._ends, default=0)]
 
     def _length(self, request: Request, numbers: list[int]) -> int:
-        if length := request.inputs.get("prefill"):
-            return int(length)
-        for length in self._labels:
+        planned = request.inputs.get("prefill")
+        for length in self._labels if planned is None else [int(planned)]:
             if len(numbers) <= length:
                 return length
         raise RequestError(
@@ -153,7 +152,8 @@ class _Slots(StaticLayer):  # type: ignore[no-untyped-call]
     """One layer's keys and values, each (1, heads, tokens, width), written from `cumulative_length` on.
 
     Unlike transformers' own it leaves that number alone, so a layer that is run twice (the self-check, a call that is
-    repeated uncompiled) writes the same places again.
+    repeated uncompiled) writes the same places again. Nor does it mark its tensors as being at fixed addresses, since
+    another text has others.
     """
 
     # Set at the first step, which no compiled code takes.
@@ -169,6 +169,14 @@ class _Slots(StaticLayer):  # type: ignore[no-untyped-call]
         other = _Slots(self.max_cache_len, start)
         other.lazy_initialization(self.keys, self.values)
         return other
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Makes the buffers, of which the first keys and values show the shapes."""
+        self.keys, self.values = (
+            states.new_zeros((*states.shape[:2], self.max_cache_len, states.shape[-1]))
+            for states in (key_states, value_states)
+        )
+        self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Writes the keys and values of some tokens and returns those of all places."""
