@@ -14,11 +14,13 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import json
+import os
 import re
 import tempfile
 from pathlib import Path
 from typing import Any, NoReturn
 
+CONFIG = "cog.yaml"
 PRIMITIVES: dict[str, dict[str, Any]] = {
     "str": {"type": "string"},
     "int": {"type": "integer"},
@@ -49,15 +51,16 @@ class SchemaError(Exception):
     """predict.py cannot be read as Cog reads it; the message names file and line, the construct and the remedy."""
 
 
-def target(root: Path, stub: str = "") -> tuple[Path, str]:
+def target(root: Path, stub: str = "", config: str = CONFIG) -> tuple[Path, str]:
     """Return the file and the class that serve requests.
 
     Args:
         root: the project.
-        stub: both, such as "predict.py:Predictor"; the line `run:` of cog.yaml when left out.
+        stub: both, such as "predict.py:Predictor"; the line `run:` of `config` when left out.
+        config: Cog's configuration, the file that its CLI takes as -f.
     """
     if not stub:
-        stub = _run_line(root / "cog.yaml")
+        stub = _run_line(root / config)
     file, colon, name = stub.partition(":")
     if not (file and colon and name.isidentifier()):
         raise SchemaError(f'{stub!r} does not name what serves requests. Write it as in "predict.py:Predictor".')
@@ -77,9 +80,18 @@ def _run_line(cog_yaml: Path) -> str:
     return match[1]
 
 
-def write(root: Path, stub: str = "") -> Path:
+def environment(root: Path, config: str) -> dict[str, str]:
+    """Return warmstart's own variables of `environment:`, less those that this process has set otherwise.
+
+    What else the image sets is for the image: where torch keeps its files there is no business of this machine.
+    """
+    found = re.findall(r"^ +- [\"']?(WARMSTART_[A-Z_]+)=([^\"'\n]*)", (root / config).read_text(), re.MULTILINE)
+    return {name: value.strip() for name, value in found if name not in os.environ}
+
+
+def write(root: Path, stub: str = "", config: str = CONFIG) -> Path:
     """Write `.cog/openapi_schema.json` of the project at `root`, whole or not at all, and return its path."""
-    document = json.dumps(schema(*target(root, stub)), indent=2)
+    document = json.dumps(schema(*target(root, stub, config)), indent=2)
     path = root / ".cog" / "openapi_schema.json"
     path.parent.mkdir(exist_ok=True)
     # A server may be starting beside us: it reads the old file or the new one, never half of one.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +18,10 @@ class PredictorError(Exception):
     """The Predictor cannot be loaded, or its setup() does not boot."""
 
 
-def setup(root: Path, boot: Callable[..., Any]) -> None:
+def setup(root: Path, boot: Callable[..., Any], config: str = _openapi.CONFIG) -> None:
     """Import the Predictor as the server does and run its setup, with `boot` in place of warmstart.boot.
+
+    Warmstart's settings in `config` hold from here on, unless this process has its own.
 
     Raises:
         PredictorError: its file is no Python file, or setup() boots nothing.
@@ -30,7 +33,8 @@ def setup(root: Path, boot: Callable[..., Any]) -> None:
         called.append(True)
         return boot(*args, **kwargs)
 
-    file, name = _openapi.target(root)
+    file, name = _openapi.target(root, config=config)
+    os.environ.update(_openapi.environment(root, config))
     # A Predictor may take it from the package, or from the module that the package's function of this name hides.
     places = [warmstart, sys.modules["warmstart.boot"]]
     before = [place.boot for place in places]  # type: ignore[attr-defined]
@@ -50,7 +54,9 @@ def setup(root: Path, boot: Callable[..., Any]) -> None:
 def _load(file: Path) -> Any:
     spec = importlib.util.spec_from_file_location(file.stem, file)
     if spec is None or spec.loader is None:
-        raise PredictorError(f"{file} is no Python file, so it cannot be loaded. Correct the line run: of cog.yaml.")
+        raise PredictorError(
+            f"{file} is no Python file, so it cannot be loaded. Correct the line run: of Cog's configuration."
+        )
     module = importlib.util.module_from_spec(spec)
     sys.modules[file.stem] = module
     spec.loader.exec_module(module)

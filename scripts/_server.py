@@ -54,7 +54,8 @@ class Server:
 
     Args:
         root: the project, the server's working directory.
-        target: what it runs, such as "predict.py:Predictor"; `run:` of cog.yaml when left out.
+        target: what it runs, such as "predict.py:Predictor"; `run:` of `config` when left out.
+        config: Cog's configuration, whose settings of warmstart hold unless this process has its own.
         environment: variables on top of this process's own; None as a value removes one.
         port: 0 for any free one.
         namespace: run as a container does, in its own PID namespace under tini, where the worker dies with the
@@ -70,6 +71,7 @@ class Server:
         root: Path,
         target: str = "",
         *,
+        config: str = _openapi.CONFIG,
         environment: Mapping[str, str | None] | None = None,
         host: str = "127.0.0.1",
         port: int = 0,
@@ -83,6 +85,7 @@ class Server:
     ) -> None:
         self.root = root
         self.target = target
+        self.config = config
         self.host = host
         self.port = port or _free_port(host)
         self.setup_timeout_s = setup_timeout_s
@@ -116,8 +119,11 @@ class Server:
     def start(self) -> None:
         """Write the schema, as the image has it, and start the server; setup() runs on after the return."""
         _check_port(self.host, self.port)
-        _openapi.write(self.root, self.target)
-        environment = {**os.environ, "COG_PREDICT_TYPE_STUB": predictor_reference(self.root, self.target)}
+        _openapi.write(self.root, self.target, self.config)
+        reference = predictor_reference(self.root, self.target, self.config)
+        environment = {**os.environ, "COG_PREDICT_TYPE_STUB": reference}
+        if not self.target:
+            environment |= _openapi.environment(self.root, self.config)
         environment |= {"PORT": str(self.port), "PATH": _path_to_python(), "PYTHONUNBUFFERED": "1"}
         for variable, value in self._environment.items():
             environment.pop(variable, None)
@@ -341,21 +347,44 @@ class Server:
         timeout_s: float = 600,
     ) -> Answer:
         """Send a request; an HTTP error is an answer like any other, no answer at all is an OSError."""
-        data = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
-        sent = {"Content-Type": "application/json", **(headers or {})}
-        request = urllib.request.Request(self.url + path, data=data, method=method, headers=sent)
-        # No proxy of the caller's stands between us and a loopback address.
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
-            with opener.open(request, timeout=timeout_s) as response:
+            with self._open(method, path, body, headers or {}, timeout_s) as response:
                 return Answer(response.status, _parsed(response.read()))
         except urllib.error.HTTPError as error:
             return Answer(error.code, _parsed(error.read()))
 
+    def stream(self, path: str, body: Any, on_piece: Callable[[str], object], *, timeout_s: float = 600) -> Answer:
+        """POST a body, hand on each piece of the output when it comes, and return the answer at the end.
 
-def predictor_reference(root: Path, target: str = "") -> str:
-    """Return what serves requests as the server wants it named, "predict.py:Predictor", from cog.yaml or `target`."""
-    file, name = _openapi.target(root, target)
+        Only a Predictor whose run() is marked @streaming can be asked so; for others the server says that it cannot.
+        """
+        event = ""
+        try:
+            with self._open("POST", path, body, {"Accept": "text/event-stream"}, timeout_s) as response:
+                for line in response:
+                    field, _, value = line.decode().rstrip("\r\n").partition(": ")
+                    if field == "event":
+                        event = value
+                    elif field == "data" and event == "output":
+                        on_piece(json.loads(value)["chunk"])
+                    elif field == "data" and event == "completed":
+                        return Answer(response.status, json.loads(value))
+        except urllib.error.HTTPError as error:
+            return Answer(error.code, _parsed(error.read()))
+        raise ServerError("The stream ended before the prediction did. Look into the server's log.")
+
+    def _open(self, method: str, path: str, body: Any, headers: Mapping[str, str], timeout_s: float) -> Any:
+        data = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
+        sent = {"Content-Type": "application/json", **headers}
+        request = urllib.request.Request(self.url + path, data=data, method=method, headers=sent)
+        # No proxy of the caller's stands between us and a loopback address.
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        return opener.open(request, timeout=timeout_s)
+
+
+def predictor_reference(root: Path, target: str = "", config: str = _openapi.CONFIG) -> str:
+    """Return what serves requests as the server wants it named, "predict.py:Predictor", from `config` or `target`."""
+    file, name = _openapi.target(root, target, config)
     return f"{file.relative_to(root)}:{name}"
 
 

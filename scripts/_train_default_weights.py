@@ -16,11 +16,8 @@ that training amplifies, while the measured quality stays about the same.
 """
 
 import argparse
-import json
 import math
-import os
 import random
-import shutil
 import sys
 import time
 from collections import Counter
@@ -35,6 +32,7 @@ import digits
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 import transformers
+from _training import descend, learning_rate, parse_arguments, progress, publish, run, save_atomically
 from diffusers import (
     AutoencoderKL,
     FlowMatchEulerDiscreteScheduler,
@@ -43,7 +41,6 @@ from diffusers import (
 )
 from tokenizers import pre_tokenizers
 from torch import Tensor, nn
-from tqdm import tqdm
 from transformers import (
     CLIPTextConfig,
     CLIPTextModel,
@@ -53,7 +50,6 @@ from transformers import (
     T5Tokenizer,
 )
 
-ROOT = Path(__file__).resolve().parent.parent
 COMMAND = "scripts/train_default_weights"
 
 # Shape of the model. The autoencoder shrinks by 8, as FLUX's does, so one latent pixel stands for one
@@ -355,29 +351,6 @@ class Run:
         return torch.Generator().manual_seed(self.seed + stage)
 
 
-def progress(title: str, total: int, start: int = 0) -> tqdm:
-    """A progress bar; written to a file it is a line every half minute."""
-    every_s = 0.5 if sys.stderr.isatty() else 30
-    return tqdm(total=total, initial=start, desc=f"{title:<22}", mininterval=every_s, unit="step")
-
-
-def learning_rate(step: int, steps: int, peak: float, warmup: int) -> float:
-    """Linear rise, then half a cosine down to zero."""
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    return peak * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
-
-
-def descend(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], loss: Tensor, rate: float) -> None:
-    """One optimizer step with clipped gradients."""
-    optimizer.zero_grad(set_to_none=True)
-    loss.backward()
-    nn.utils.clip_grad_norm_(parameters, 1.0)
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-    optimizer.step()
-
-
 def render(images: Tensor, shape: str, generator: torch.Generator) -> Tensor:
     """Enlarge digits to pictures, each slightly moved, turned and scaled.
 
@@ -634,13 +607,6 @@ class TransformerTraining:
         self.generator.set_state(state["generator"])
 
 
-def save_atomically(state: dict[str, Any], path: Path) -> None:
-    """Write a file so that a kill leaves the old one or the new one, never a part."""
-    partial = path.with_suffix(".partial")
-    torch.save(state, partial)
-    partial.replace(path)
-
-
 def finish_stage(run: Run, stage: int) -> None:
     """Keep what the first stages made, so that `--resume` need not repeat them."""
     vae = run.pipeline.vae
@@ -768,111 +734,16 @@ def write_card(path: Path, run: Run, shares: dict[str, dict[str, float]], second
 # -------------------------------------------------------------------------------------------- output
 
 
-def publish(pipeline: FluxPipeline, output: Path, card: Path | None = None) -> int:
-    """Write the pipeline beside `output`, then exchange the two; return the size in bytes.
-
-    A kill before the exchange leaves the old directory as it was.
-    """
-    output.parent.mkdir(parents=True, exist_ok=True)
-    new, old = (output.with_name(f"{output.name}.{part}-{os.getpid()}") for part in ("new", "old"))
-    try:
-        pipeline.save_pretrained(new, safe_serialization=True)
-        if card is not None:
-            shutil.copyfile(card, new / "README.md")
-        size = open_to_all(new)
-        if size > MAX_BYTES:
-            raise SystemExit(f"error: the model takes {size:,} bytes, more than {MAX_BYTES:,}: make it smaller.")
-        if output.exists():
-            output.rename(old)
-        new.rename(output)
-        return size
-    finally:
-        if old.exists() and not output.exists():
-            old.rename(output)
-        shutil.rmtree(new, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
-
-
-def open_to_all(directory: Path) -> int:
-    """Let every user read a directory's files, which safetensors writes for the owner only; return their size."""
-    size = 0
-    directory.chmod(0o755)
-    for path in directory.rglob("*"):
-        path.chmod(0o755 if path.is_dir() else 0o644)
-        size += 0 if path.is_dir() else path.stat().st_size
-    return size
-
-
-def thread_count(text: str) -> int:
-    """Read the value of `--threads`."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of threads: give 1 or more")
-    return int(text)
-
-
-def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(
-        prog=COMMAND,
-        description="Train the default model from scratch and write it to weights/. Takes about half an "
-        "hour on two quiet CPU cores. Ctrl-C is safe: --resume continues. Seed and thread count decide the weights.",
-    )
-    add = parser.add_argument
-    add("--output", type=Path, default=ROOT / "weights", help="directory to replace (default: weights)")
-    add("--work", type=Path, default=ROOT / "build" / "weights", help="unfinished work (default: build/weights)")
-    add("--seed", type=int, default=0, help="another seed gives another, equally good model (default: 0)")
-    add("--threads", type=thread_count, metavar="N", default=2, help="CPU threads (default: 2)")
-    add("--resume", action="store_true", help="continue what --work holds instead of starting anew")
-    add("--smoke", action="store_true", help="a few steps of everything, in a minute: proves that it runs")
-    return parser.parse_args(arguments)
-
-
-def settings(options: argparse.Namespace) -> dict[str, Any]:
-    """What must be equal for unfinished work to be continued."""
-    return {"seed": options.seed, "threads": options.threads, "smoke": options.smoke}
-
-
-def prepare_work(options: argparse.Namespace) -> None:
-    """Empty the work directory, or make sure that it can be continued."""
-    note = options.work / "settings.json"
-    if options.work.exists() and any(options.work.iterdir()) and not note.exists():
-        raise SystemExit(f"error: --work {options.work} holds other files: name an empty directory.")
-    if not options.resume:
-        shutil.rmtree(options.work, ignore_errors=True)
-    elif note.exists() and json.loads(note.read_text()) != settings(options):
-        raise SystemExit(
-            f"error: {note} was started with {note.read_text()}, not {json.dumps(settings(options))}: "
-            "give the same options, or leave out --resume."
-        )
-    options.work.mkdir(parents=True, exist_ok=True)
-    note.write_text(json.dumps(settings(options)))
-
-
-def check_output(output: Path) -> None:
-    """Refuse to replace a directory that is no model."""
-    replaceable = not output.exists() or (output / "model_index.json").exists()
-    if not replaceable and not (output.is_dir() and not any(output.iterdir())):
-        raise SystemExit(f"error: --output {output} holds something else than a model: name a new directory.")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train, measure and publish; return the exit status."""
-    options = parse_arguments(arguments)
-    try:
-        make_weights(options)
-    except KeyboardInterrupt:
-        print(f"\ninterrupted: `{COMMAND} --resume` with the same options continues", file=sys.stderr)
-        return 130
-    return 0
+    what = "Train the default model from scratch and write it to weights/. Takes half an hour on two quiet CPU cores."
+    options = parse_arguments(COMMAND, "weights", what, 2, arguments)
+    return run(COMMAND, options, "model_index.json", make_weights)
 
 
 def make_weights(options: argparse.Namespace) -> None:
     """Do what the options ask for, and say what came of it."""
     started = time.monotonic()
-    check_output(options.output)
-    prepare_work(options)
-    torch.set_num_threads(options.threads)
-    torch.use_deterministic_algorithms(True)
     for library in (diffusers, transformers):
         library.utils.logging.disable_progress_bar()  # they would break into ours
     budget = SMOKE if options.smoke else FULL
@@ -881,8 +752,7 @@ def make_weights(options: argparse.Namespace) -> None:
     shares = measure(run.pipeline, budget.seeds)
     card = options.work / "README.md"
     write_card(card, run, shares, time.monotonic() - started)
-    size = publish(run.pipeline, options.output, card)
-    shutil.rmtree(options.work)
+    size = publish(run.pipeline.save_pretrained, options.output, MAX_BYTES, card)
     for shape, share in shares.items():
         print(f"{shape}: " + ", ".join(f"{name} reads {value:.1%}" for name, value in share.items()))
     print(f"wrote {options.output} ({size / 1e6:.1f} MB) in {(time.monotonic() - started) / 60:.0f} minutes")

@@ -85,7 +85,7 @@ class Boot:
             as_user: numeric user to run as, in place of this one.
             environment: variables on top; None as a value removes one.
             wrap: a command that the boot's own is appended to, which prepares its surroundings.
-            order: what the driver understands (draw, threads, before, after, folder).
+            order: what the driver understands (predictor, draw, threads, before, after, folder).
         """
         place = Path(tempfile.mkdtemp(prefix="tmp-", dir=self.temporary))
         place.chmod(0o777)

@@ -24,6 +24,12 @@ def model_dir() -> Path:
     return model
 
 
+@pytest.fixture(scope="session")
+def text_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store for all boots of predict_text.py, so that only the first one compiles."""
+    return tmp_path_factory.mktemp("text") / "store"
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
     """An empty store of this test's own."""

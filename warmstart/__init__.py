@@ -8,18 +8,20 @@ from __future__ import annotations
 
 from warmstart.boot import boot
 from warmstart.identity import current_key
-from warmstart.models import Request, Result
+from warmstart.models import Request, RequestError, Result
 from warmstart.models.own import OwnModel
-from warmstart.served import Served, UnplannedRequestError
+from warmstart.served import Served, Stream, UnplannedRequestError
 from warmstart.settings import Settings, SettingsError
 
 __all__ = [
     "OwnModel",
     "Request",
+    "RequestError",
     "Result",
     "Served",
     "Settings",
     "SettingsError",
+    "Stream",
     "UnplannedRequestError",
     "boot",
     "current_key",

@@ -7,6 +7,7 @@ store, a compiler or a compile that fails makes a boot slower, never wrong and n
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import statistics
@@ -22,7 +23,7 @@ from warmstart.cache import Cache, Persisted, PersistOutcome, Restored, RestoreO
 from warmstart.key import compiler_trouble, lacks_compiler
 from warmstart.leftover import Leftover, UnfitError
 from warmstart.live import LiveDirectory, do_without, headers_in, prepare, set_aside
-from warmstart.models import ModelError
+from warmstart.models import ModelError, family
 from warmstart.models.own import adopt
 from warmstart.report import Evidence, Outcome, Report, Stopwatch, decide, say, sentence
 from warmstart.saving import Saver
@@ -288,9 +289,7 @@ class _Boot:
         torch.set_num_threads(self.settings.threads)
         self._regions, self._warmup = regions, warmup
         if self.load is None:
-            from warmstart.models import diffusers
-
-            self._diffusers = diffusers
+            self._loader = self._family()
         warmup.check_plan(self.plan)
         if self.device.startswith("cuda") and not torch.cuda.is_available():
             raise ModelError(
@@ -298,15 +297,21 @@ class _Boot:
                 " cannot run there; check the host's driver, or set WARMSTART_DEVICE=cpu."
             )
 
+    def _family(self) -> Callable[..., Model]:
+        """What loads WARMSTART_MODEL. A family's libraries take seconds to import, so only its own are."""
+        source = self.settings.model
+        if family(source) == "causal":
+            from warmstart.models.causal import CausalModel
+
+            return functools.partial(CausalModel, source, plan=self.plan)
+        from warmstart.models.diffusers import DiffusersModel
+
+        return functools.partial(DiffusersModel, source, revision=self.settings.model_revision)
+
     def _load(self) -> Model:
         if self.load is not None:
             return adopt(self.load(), self.device)
-        return self._diffusers.DiffusersModel(
-            self.settings.model,
-            revision=self.settings.model_revision,
-            device=self.device,
-            dtype=identity.dtype(self.settings, self.device),
-        )
+        return self._loader(device=self.device, dtype=identity.dtype(self.settings, self.device))
 
     # --- the ladder: from the cache, else compiled, else eager -------------------------------------------------------
 

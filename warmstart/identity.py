@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from warmstart import key
 from warmstart.key import Key
+from warmstart.models import family
 from warmstart.settings import Settings, SettingsError
 
 if TYPE_CHECKING:
@@ -15,8 +16,9 @@ if TYPE_CHECKING:
 
     from warmstart.models import Request
 
-# Modules whose code decides the graphs. A change in any other of ours leaves compiled code as good as it was.
-_GRAPH_SOURCES = ("blocks.py", "inductor.py", "regions.py", "models/diffusers.py")
+# Modules whose code decides the graphs, beside that of the model's family. A change in any other of ours leaves
+# compiled code as good as it was.
+_GRAPH_SOURCES = ("blocks.py", "inductor.py", "regions.py")
 
 
 # Of a model that load= loads, no more is known before it is loaded.
@@ -41,6 +43,7 @@ def current_key(
     Raises:
         SettingsError: a setting cannot be used.
         KeyFactError: a fact cannot be read, a damaged weights file say.
+        ModelError: the model is of no known family.
     """
     settings = settings or Settings.from_environment()
     chosen = device(settings)
@@ -54,7 +57,8 @@ def _version_facts(
     plan: Sequence[Request], sources: Sequence[str], settings: Settings, on: str, *, own: bool
 ) -> dict[str, str]:
     package = Path(__file__).parent
-    code = [Path(source) for source in sources] + [package / name for name in _GRAPH_SOURCES]
+    ours = (*_GRAPH_SOURCES, f"models/{'own' if own else family(settings.model)}.py")
+    code = [Path(source) for source in sources] + [package / name for name in ours]
     return {
         "model": _model_by_sources(sources, settings) if own else _model_version(settings),
         "code": key.source_digest(code),

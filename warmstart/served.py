@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from warmstart import inductor
 from warmstart.inductor import Missing
-from warmstart.models import Request, Result
+from warmstart.models import Request, RequestError, Result
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
-    from warmstart.models import Model
+    from warmstart.models import Model, TextModel
     from warmstart.regions import Region
     from warmstart.report import Report
     from warmstart.saving import Saver
@@ -26,6 +29,20 @@ _RUNNING = threading.Lock()
 
 class UnplannedRequestError(ValueError):
     """The request was not planned, and the policy is to refuse such."""
+
+
+@dataclass
+class _Tally:
+    """What a request has cost so far."""
+
+    label: str
+    planned: bool
+    seconds: float = 0.0
+    graphs: int = 0
+    refused: str = ""
+    """What of the model's own compiled code no graph covered, outside our regions."""
+    uncovered: list[str] = field(default_factory=list)
+    """For each region why a call of it ran uncompiled; "" if all were covered."""
 
 
 class Served:
@@ -55,21 +72,48 @@ class Served:
         Raises:
             UnplannedRequestError: it was not planned and WARMSTART_UNPLANNED is `reject`.
         """
-        planned = request.label in self._planned
+        tally = self._tally(request)
+        # One lock round whatever may compile: Dynamo compiles in one thread at a time, and pipelines keep state.
+        with _RUNNING, inductor.compiling(self._missing), self._counted(tally):
+            outputs, tally.refused = self._run(request)
+        return Result(outputs, tally.seconds, tally.graphs, self._why_slower(tally))
+
+    def stream(self, request: Request) -> Stream:
+        """Answers one request of a language model piece by piece.
+
+        Each piece is made when it is asked for, and between two of them nothing is held: other requests may come in
+        between, and a stream that is not read to its end costs nobody anything.
+
+        Raises:
+            UnplannedRequestError: it was not planned and WARMSTART_UNPLANNED is `reject`.
+            RequestError: the model writes no text, or cannot answer this request.
+        """
+        if not hasattr(self._model, "stream"):
+            raise RequestError(f"{type(self._model).__name__} writes no text that could be streamed; call it instead.")
+        return Stream(self, cast("TextModel", self._model), request, self._tally(request))
+
+    def _tally(self, request: Request) -> _Tally:
+        label = self._model.label(request)
+        planned = label in self._planned
         if not planned and self._unplanned == "reject":
             raise UnplannedRequestError(
-                f"the request {request.label!r} was not planned, so it might wait for a compile, which this server is"
+                f"the request {label!r} was not planned, so it might wait for a compile, which this server is"
                 f" set to refuse (WARMSTART_UNPLANNED=reject); planned are: {self._known()}."
             )
-        # One lock round whatever may compile: Dynamo compiles in one thread at a time, and pipelines keep state.
-        with _RUNNING, inductor.compiling(self._missing):
-            for region in self._regions:
-                region.uncovered = ""
-            before, started = inductor.graphs(), time.perf_counter()
-            outputs, refused = self._run(request)
-            seconds, graphs = time.perf_counter() - started, inductor.graphs() - before
-            reason = self._why_slower(request, planned, graphs, refused)
-        return Result(outputs, seconds, graphs, reason)
+        return _Tally(label, planned)
+
+    @contextlib.contextmanager
+    def _counted(self, tally: _Tally) -> Iterator[None]:
+        """Adds to a tally what is done inside, which goes on from where its request was."""
+        before, started = inductor.graphs(), time.perf_counter()
+        for region, why in zip(self._regions, tally.uncovered or [""] * len(self._regions), strict=True):
+            region.uncovered = why
+        try:
+            yield
+        finally:
+            tally.uncovered = [region.uncovered for region in self._regions]
+            tally.seconds += time.perf_counter() - started
+            tally.graphs += inductor.graphs() - before
 
     def _run(self, request: Request) -> tuple[list[Any], str]:
         """Answers a request; also says what of the model's own compiled code no graph covered, outside our regions."""
@@ -127,12 +171,14 @@ class Served:
     def _known(self) -> str:
         return ", ".join(sorted(self._planned)) or "nothing, since no request was warmed"
 
-    def _why_slower(self, request: Request, planned: bool, graphs: int, refused: str) -> str:
-        what = f"{request.label}{'' if planned else ' was not warmed, and'}"
-        if uncovered := next((region for region in self._regions if region.uncovered), None):
-            return f"{what} ran {uncovered.name} uncompiled where no graph covers it: {uncovered.uncovered}"
-        if refused:
-            return f"{what} ran again uncompiled where no graph of the model's own code covers it: {refused}"
+    def _why_slower(self, tally: _Tally) -> str:
+        planned, graphs = tally.planned, tally.graphs
+        what = f"{tally.label}{'' if planned else ' was not warmed, and'}"
+        for region, why in zip(self._regions, tally.uncovered, strict=True):
+            if why:
+                return f"{what} ran {region.name} uncompiled where no graph covers it: {why}"
+        if tally.refused:
+            return f"{what} ran again uncompiled where no graph of the model's own code covers it: {tally.refused}"
         # Of a planned request that is not known.
         if full := next((region for region in self._regions if region.full and not planned), None):
             return f"{what} ran {full.name} uncompiled where none of its {full.full} graphs, the limit, covers it"
@@ -141,3 +187,59 @@ class Served:
         if not planned and self._missing is Missing.EAGER:
             return f"{what} ran uncompiled where no graph covers it"
         return ""
+
+
+class Stream:
+    """A text in the making: an iterator over its pieces.
+
+    Attributes:
+        tokens: how many were made so far.
+    """
+
+    def __init__(self, served: Served, model: TextModel, request: Request, tally: _Tally) -> None:
+        self.tokens = 0
+        self._served = served
+        self._model = model
+        self._request = request
+        self._tally = tally
+        self._text: list[str] = []
+        self._pieces = model.stream(request)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> str:
+        """Makes the next piece. No lock is held, nor anything of torch set, when it is handed out."""
+        while (piece := self._step()) is not None:
+            if piece:
+                self._text.append(piece)
+                return piece
+        raise StopIteration
+
+    def result(self) -> Result:
+        """The text so far and what it cost; the time between the pieces is the reader's own."""
+        return Result(
+            ["".join(self._text)], self._tally.seconds, self._tally.graphs, self._served._why_slower(self._tally)
+        )
+
+    def _step(self) -> str | None:
+        """Makes one token; None after the last."""
+        served, tally = self._served, self._tally
+        with _RUNNING, inductor.compiling(served._missing), served._counted(tally):
+            try:
+                piece = self._next()
+            except RuntimeError as error:
+                if tally.refused or not (refused := inductor.refusal(error)):
+                    raise
+                # What is made anew begins with the pieces that were handed out, as the seed is the same.
+                tally.refused = refused
+                self._pieces = islice(self._model.stream(self._request), self.tokens, None)
+                piece = self._next()
+        self.tokens += piece is not None
+        return piece
+
+    def _next(self) -> str | None:
+        if not self._tally.refused:
+            return next(self._pieces, None)
+        with inductor.no_more_graphs():
+            return next(self._pieces, None)

@@ -53,7 +53,9 @@ def _setting(default: Any, doc: str, *, choices: tuple[str, ...] = (), minimum: 
 class Settings:
     """Validated settings. Each field is the variable `WARMSTART_<NAME>`; docs/settings.md has a row for each."""
 
-    model: str = _setting("weights", "Directory in diffusers layout, or a Hugging Face hub id.")
+    model: str = _setting(
+        "weights", "Directory in diffusers or, of a language model, transformers layout; or a hub id of a pipeline."
+    )
     model_revision: str = _setting("", "Commit or tag of a hub model. Needed with a hub id.")
     model_version: str = _setting("", "Names the model version in the cache's key, in place of the derived one.")
     device: str = _setting("auto", "auto, cpu, cuda or cuda:N.")

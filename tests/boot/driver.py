@@ -4,6 +4,7 @@ python tests/boot/driver.py '{"draw": [["7", "1:1", 1, 8, 1.0, 5]], "threads": 5
 """
 
 import hashlib
+import importlib
 import json
 import sys
 import threading
@@ -17,7 +18,7 @@ def main() -> None:
     names: dict = {}
     exec(order.get("before", ""), names)
 
-    import predict
+    predict = importlib.import_module(order.get("predictor", "predict"))
     import warmstart
 
     plan = names.get("PLAN", predict.plan())

@@ -241,3 +241,62 @@ def test_an_interrupted_command_leaves_no_server(toy: Path, tmp_path: Path, numb
     while any(Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_text() for pid in below):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+SAY = """
+import os
+from cog import BaseRunner, ConcatenateIterator, Input, streaming
+
+class Sayer(BaseRunner):
+    def setup(self) -> None:
+        pass
+
+    @streaming
+    def run(self, times: int = Input(default=2, ge=1)) -> ConcatenateIterator[str]:
+        for number in range(int(times)):
+            if number == 5:
+                raise ValueError("asked to fail")
+            yield f"{os.environ['WARMSTART_MODEL']} {number}, "
+"""
+
+
+@pytest.fixture
+def say(
+    command: Callable[[str], types.ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., int]:
+    """Run the command for a project that has a second Predictor, which writes text."""
+    (tmp_path / "say.py").write_text(SAY)
+    (tmp_path / "cog.yaml").write_text('run: "nothing.py:Nobody"\n')
+    (tmp_path / "cog-say.yaml").write_text(
+        'environment:\n  - OTHER=1\n  - WARMSTART_MODEL=words\n\nrun: "say.py:Sayer"\n'
+    )
+    monkeypatch.chdir(tmp_path)
+    module = command("predict")
+    return lambda *arguments: int(module.main(["-f", "cog-say.yaml", *arguments], tmp_path))
+
+
+def test_f_names_the_configuration_and_text_is_printed_as_it_comes(
+    say: Callable[..., int], command: Callable[[str], types.ModuleType], capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    pieces: list[str] = []
+    monkeypatch.setattr(sys.modules["scripts_predict"], "show_piece", pieces.append)
+    assert say() == 0
+    assert pieces == ["words 0, ", "words 1, "]
+    assert capsys.readouterr().out == "\n"
+    monkeypatch.undo()
+    assert say("-i", "times=9") == 1
+    said = capsys.readouterr()
+    assert said.out == "words 0, words 1, words 2, words 3, words 4, \n"
+    assert "asked to fail" in said.err
+
+
+def test_a_text_is_one_in_a_file_and_in_json(
+    say: Callable[..., int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert say("-o", "said.txt") == 0
+    assert Path("said.txt").read_text() == "words 0, words 1, "
+    # What is set here goes before what the configuration says.
+    monkeypatch.setenv("WARMSTART_MODEL", "more")
+    assert say("--json") == 0
+    assert json.loads(capsys.readouterr().out)["output"] == "more 0, more 1, "

@@ -20,7 +20,7 @@ def text_files() -> list[tuple[str, str]]:
     """Return `(path, text)` of every text file, except the licence and what tools wrote into weights/."""
     found = []
     for name in project_files():
-        if name == "LICENSE" or (name.startswith("weights/") and not name.endswith(".md")):
+        if name == "LICENSE" or (name.startswith(("weights/", "weights-text/")) and not name.endswith(".md")):
             continue
         try:
             found.append((name, (ROOT / name).read_text(encoding="utf-8")))

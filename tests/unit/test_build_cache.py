@@ -120,6 +120,19 @@ def test_a_predictor_that_loads_its_own_model_needs_no_weights(command, project,
     assert "a boot here would be cold" in capsys.readouterr().err
 
 
+def test_another_configuration_names_another_predictor_and_its_model(command, project, boots, monkeypatch) -> None:
+    fill(project, {"cog-other.yaml": b"environment:\n  - WARMSTART_MODEL=others\n\nrun: other.py:Predictor\n"})
+    fill(project, {"other.py": PREDICT.replace("one", "two").encode(), "others/model_index.json": b"{}"})
+    monkeypatch.setitem(sys.modules, "other", ModuleType("other"))
+    monkeypatch.setenv("WARMSTART_MODEL", "put back at the end")
+    monkeypatch.delenv("WARMSTART_MODEL")
+    assert command.main(["-f", "cog-other.yaml"], project) == 0
+    assert boots.calls[0].plan[0].label == "two"
+    assert boots.calls[0].settings.model == "others"
+    assert command.main([], project) == 0
+    assert boots.calls[1].plan[0].label == "one"
+
+
 def test_a_build_that_ends_eager_has_failed(command, project, boots, capsys, monkeypatch) -> None:
     monkeypatch.setenv("WARMSTART_COMPILE", "auto")
     boots.outcome, boots.saves = Outcome.EAGER, ()

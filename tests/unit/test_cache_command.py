@@ -127,6 +127,16 @@ def test_explain_uses_the_key_that_the_predictor_boots_with(project: Path, store
     assert "Miss:" in other.stdout
 
 
+def test_explain_takes_the_predictor_of_another_configuration(project: Path, store: DirectoryStore) -> None:
+    fill(project, {"other.py": PREDICT.replace('"width": 64', '"width": 65').encode()})
+    fill(project, {"cog-other.yaml": b'run: "other.py:Predictor"\n'})
+    done = [
+        run(project, "explain", "--json", "--store", store.location, *more) for more in ((), ("-f", "cog-other.yaml"))
+    ]
+    plans = [json.loads(each.stdout)["key"]["facts"]["version"]["plan"] for each in done]
+    assert ["width=65" in plan for plan in plans] == [False, True]
+
+
 def test_explain_loads_no_torch(project: Path) -> None:
     told = "import atexit, sys\natexit.register(lambda: print('torch' in sys.modules))\n"
     (project / "predict.py").write_text(PREDICT + told)

@@ -16,6 +16,7 @@ from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).resolve().parents[2]
 COG_YAML = ROOT / "cog.yaml"
+COG_TEXT_YAML = ROOT / "cog-text.yaml"
 
 REQUIREMENTS = ("requirements.txt", "requirements-local.txt", "requirements-dev.txt")
 TOP_KEYS = {"build", "image", "model", "run", "predict", "train", "concurrency", "environment", "weights"}
@@ -113,6 +114,14 @@ def test_cog_accepts_it(config: dict[str, Any]) -> None:
     assert problems(config) == []
 
 
+def test_the_language_model_s_image_differs_in_what_it_serves_alone(config: dict[str, Any]) -> None:
+    text = yaml.safe_load(COG_TEXT_YAML.read_text())
+    assert problems(text) == []
+    assert text.pop("run") == "predict_text.py:Predictor"
+    assert text["environment"].pop() == "WARMSTART_MODEL=weights-text"
+    assert text == {key: value for key, value in config.items() if key != "run"}
+
+
 @pytest.mark.parametrize(
     ("path", "value", "problem"),
     [
@@ -141,8 +150,9 @@ def test_the_check_notices(path: tuple[str, ...], value: object, problem: str) -
     assert problem in problems(config)
 
 
-def test_run_names_a_class_with_setup_and_run(config: dict[str, Any]) -> None:
-    file, name = config["run"].split(":")
+@pytest.mark.parametrize("cog_yaml", [COG_YAML, COG_TEXT_YAML])
+def test_run_names_a_class_with_setup_and_run(cog_yaml: Path) -> None:
+    file, name = yaml.safe_load(cog_yaml.read_text())["run"].split(":")
     tree = ast.parse((ROOT / file).read_text())
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     assert name in classes

@@ -10,6 +10,7 @@ import _train_default_weights as training
 import numpy as np
 import pytest
 import torch
+from _training import publish
 from diffusers import DiffusionPipeline, FluxPipeline
 from digits import DEFAULT_STEPS, MAX_SEQUENCE_LENGTH, SHAPES, WORDS, classifiers, to_picture
 from judge import draw, halves, read_digits, share_read
@@ -247,13 +248,12 @@ def test_unfinished_work_is_not_continued_with_other_options(tmp_path: Path) -> 
         training.main(["--smoke", "--resume", "--output", str(tmp_path / "new"), "--work", str(tmp_path)])
 
 
-def test_a_failed_write_leaves_the_old_model(tmp_path: Path, pipeline: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_the_old_model(tmp_path: Path, pipeline: Any) -> None:
     output = tmp_path / "weights"
     output.mkdir()
     (output / "model_index.json").write_text("old")
-    monkeypatch.setattr(training, "MAX_BYTES", 1000)
     with pytest.raises(SystemExit, match="make it smaller"):
-        training.publish(pipeline, output)
+        publish(pipeline.save_pretrained, output, 1000)
     assert contents(tmp_path) == {"weights/model_index.json": b"old"}
 
 
@@ -272,7 +272,7 @@ def test_an_interrupted_exchange_leaves_the_old_model(
 
     monkeypatch.setattr(Path, "rename", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        training.publish(pipeline, output)
+        publish(pipeline.save_pretrained, output, training.MAX_BYTES)
     assert contents(tmp_path) == {"weights/model_index.json": b"old"}
 
 

@@ -15,11 +15,11 @@ from project_tree import ROOT, project_files
 
 # What may be at the top level of the image. A new name here is a decision: does the container read it?
 IMAGE_NAMES = {
-    "LICENSE", "cache", "cog.yaml", "predict.py", "requirements-local.txt", "requirements.txt", "scripts",
-    "warmstart", "weights",
+    "LICENSE", "cache", "cog-text.yaml", "cog.yaml", "predict.py", "predict_text.py", "requirements-local.txt",
+    "requirements.txt", "scripts", "warmstart", "weights", "weights-text",
 }  # fmt: skip
 MAX_CODE_BYTES = 2_000_000  # everything but weights/ and cache/; it is about a quarter of that
-MAX_DEFAULT_WEIGHTS_BYTES = 16_000_000
+MAX_WEIGHTS_BYTES = {"weights": 16_000_000, "weights-text": 5_000_000}
 
 
 def pattern_regex(pattern: str) -> re.Pattern[str]:
@@ -110,6 +110,7 @@ def test_the_last_matching_pattern_decides() -> None:
         "warmstart/__init__.py",
         "warmstart/models/diffusers.py",
         "weights/model_index.json",
+        "weights-text/model.safetensors",
         "weights/transformer/diffusion_pytorch_model.safetensors",
         "weights/tokenizer/special_tokens_map.json",
         "weights/.fetched.json",
@@ -168,25 +169,27 @@ def test_the_working_tree_sends_no_gigabytes(ignore: Ignore) -> None:
     sizes = {
         path: (ROOT / path).lstat().st_size
         for path in ignore.sent(ROOT)
-        if path.split("/")[0] not in {"weights", "cache", ".cog"}
+        if path.split("/")[0] not in {*MAX_WEIGHTS_BYTES, "cache", ".cog"}
     }
     largest = sorted(sizes.items(), key=lambda item: -item[1])[:5]
     assert sum(sizes.values()) < MAX_CODE_BYTES, largest
 
 
-def test_the_default_weights_are_small() -> None:
-    tracked = [ROOT / path for path in project_files() if path.startswith("weights/")]
-    assert sum(path.stat().st_size for path in tracked) < MAX_DEFAULT_WEIGHTS_BYTES
+@pytest.mark.parametrize("weights", MAX_WEIGHTS_BYTES)
+def test_the_default_weights_are_small(weights: str) -> None:
+    tracked = [ROOT / path for path in project_files() if path.startswith(f"{weights}/")]
+    assert 0 < sum(path.stat().st_size for path in tracked) < MAX_WEIGHTS_BYTES[weights]
 
 
 def test_weights_are_as_readable_as_the_code() -> None:
     """safetensors writes files for their owner only, and a container need not run as that user."""
     code = (ROOT / "predict.py").stat().st_mode
-    weights = [ROOT / path for path in project_files() if path.startswith("weights/")]
+    weights = [ROOT / path for path in project_files() if path.split("/")[0] in MAX_WEIGHTS_BYTES]
     assert [path for path in weights if code & ~path.stat().st_mode & 0o444] == []
 
 
 def test_git_keeps_what_the_image_needs() -> None:
     """A pattern in .gitignore must not drop a needed file from a clone."""
     files = set(project_files())
-    assert {"predict.py", "cog.yaml", "requirements.txt", "cache/README.md", "warmstart/key.py"} <= files
+    predictors = {"predict.py", "cog.yaml", "predict_text.py", "cog-text.yaml"}
+    assert predictors | {"requirements.txt", "cache/README.md", "warmstart/key.py"} <= files

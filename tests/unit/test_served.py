@@ -1,13 +1,14 @@
 """A request as the booted model answers it, where what is compiled is not only what we compiled."""
 
 import threading
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from warmstart import inductor
-from warmstart.models import Request
-from warmstart.served import Served, UnplannedRequestError
+from warmstart.models import Request, RequestError
+from warmstart.served import _RUNNING, Served, UnplannedRequestError
 
 LONG_S = 60.0
 
@@ -16,7 +17,14 @@ def served(model: object, unplanned: str = "eager") -> Served:
     return Served(model, unplanned=unplanned, fullgraph=True, stop_grace_s=0.0)  # type: ignore[arg-type]
 
 
-class OwnCompile:
+class Labelled:
+    """A model whose requests are what they are labelled."""
+
+    def label(self, request: Request) -> str:
+        return request.label
+
+
+class OwnCompile(Labelled):
     """A pipeline that has something compiled by itself, outside any region."""
 
     def __init__(self) -> None:
@@ -40,7 +48,7 @@ def test_what_the_model_compiles_itself_is_answered_where_no_graph_covers_it(unp
 
 
 def test_an_error_of_the_model_is_its_own() -> None:
-    class Broken:
+    class Broken(Labelled):
         def run(self, request: Request) -> list[object]:
             raise RuntimeError("no such prompt")
 
@@ -52,14 +60,14 @@ def test_two_models_of_a_process_answer_one_after_the_other() -> None:
     """Torch's stance is the process's: one that ends would let the other one compile."""
     inside, go_on, order = threading.Event(), threading.Event(), []
 
-    class Slow:
+    class Slow(Labelled):
         def run(self, request: Request) -> list[object]:
             inside.set()
             assert go_on.wait(LONG_S)
             order.append("slow")
             return []
 
-    class Quick:
+    class Quick(Labelled):
         def run(self, request: Request) -> list[object]:
             order.append("quick")
             return []
@@ -80,3 +88,96 @@ def test_two_models_of_a_process_answer_one_after_the_other() -> None:
 def test_a_refused_request_names_what_is_planned() -> None:
     with pytest.raises(UnplannedRequestError, match="planned are: nothing, since no request was warmed"):
         served(OwnCompile(), "reject")(Request("a", {"size": 4}))
+
+
+class Cancelled(BaseException):
+    """What a server raises in the middle of a prediction."""
+
+
+class Writer(Labelled):
+    """A language model that says what it is told to say, one piece a token."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[bool, bool]] = []
+
+    def run(self, request: Request) -> list[object]:
+        return ["".join(self.stream(request))]
+
+    def stream(self, request: Request) -> Iterator[str]:
+        for piece in request.inputs["pieces"]:
+            self.seen.append((_RUNNING.locked(), torch.is_inference_mode_enabled()))
+            if piece == "cancel":
+                raise Cancelled
+            yield piece
+
+
+def say(*pieces: str) -> Request:
+    return Request("a", {"pieces": pieces})
+
+
+def test_a_stream_hands_out_each_piece_and_tells_what_it_cost() -> None:
+    text = served(Writer()).stream(say("a", "", "bc"))
+    assert list(text) == ["a", "bc"]
+    assert text.tokens == 3
+    result = text.result()
+    assert result.outputs == ["abc"]
+    assert result.graphs == 0
+    assert result.seconds > 0
+
+
+def test_a_piece_is_made_under_the_lock_and_nothing_is_held_between_two() -> None:
+    writer = Writer()
+    model = served(writer)
+    text = model.stream(say("a", "b", "c"))
+    assert writer.seen == []
+    for piece in ("a", "b"):
+        assert next(text) == piece
+        assert not _RUNNING.locked()
+        assert not torch.is_inference_mode_enabled()
+        # In the middle of the text, on the same thread.
+        assert model(say("x", "y")).outputs == ["xy"]
+        assert "".join(model.stream(say("z"))) == "z"
+    assert list(text) == ["c"]
+    assert set(writer.seen) == {(True, True)}
+
+
+def test_a_stream_that_nobody_reads_on_or_that_is_cancelled_holds_nothing_up() -> None:
+    model = served(Writer())
+    kept = [model.stream(say("a", "b")) for _ in range(2)]
+    next(kept[0])
+    cancelled = model.stream(say("a", "cancel", "b"))
+    assert next(cancelled) == "a"
+    with pytest.raises(Cancelled):
+        next(cancelled)
+    assert not _RUNNING.locked()
+    assert not torch.is_inference_mode_enabled()
+    assert model(say("x")).outputs == ["x"]
+
+
+def test_a_stream_goes_on_uncompiled_where_no_graph_of_the_model_s_own_covers_it() -> None:
+    class Doubling(OwnCompile):
+        def stream(self, request: Request) -> Iterator[str]:
+            for size in request.inputs["sizes"]:
+                yield f"{int(self.double(torch.ones(size)).sum())} "
+
+        def run(self, request: Request) -> list[object]:
+            return ["".join(self.stream(request))]
+
+    torch._dynamo.reset()
+    model = served(Doubling())
+    model.rehearse(Request("a", {"sizes": [4]}))
+    before = inductor.graphs()
+    text = model.stream(Request("b", {"sizes": [4, 4, 8, 4, 6]}))
+    assert list(text) == ["8 ", "8 ", "16 ", "8 ", "12 "]
+    assert inductor.graphs() == before
+    assert "ran again uncompiled where no graph of the model's own code covers it: " in text.result().reason
+
+
+def test_a_model_of_pictures_is_not_streamed() -> None:
+    with pytest.raises(RequestError, match="OwnCompile writes no text"):
+        served(OwnCompile()).stream(Request("a", {"size": 4}))
+
+
+def test_a_stream_that_was_not_planned_is_refused_before_its_first_piece() -> None:
+    with pytest.raises(UnplannedRequestError, match="'a' was not planned"):
+        served(Writer(), "reject").stream(say("a"))

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import nn
 
 
 class ModelError(RuntimeError):
     """The model itself cannot be loaded or run. It fails the boot, since no cache and no compiler is to blame."""
+
+
+class RequestError(ValueError):
+    """The model cannot answer this request; the text says why, and what to ask for."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +29,7 @@ class Request:
     label: str
     """Names the kind of request, "1:1 x4" say. Requests of one label need the same graphs."""
     inputs: Mapping[str, Any]
-    """Keyword arguments of the pipeline's `__call__`."""
+    """Keyword arguments of the pipeline's `__call__`; of a language model, what `CausalModel` says."""
     seeds: tuple[int, ...] = (0,)
     """One seed per output, so that each picture is the same whatever its neighbours are."""
 
@@ -52,7 +60,7 @@ class Result:
     """What a request gave and what it cost."""
 
     outputs: list[Any]
-    """The pictures, or lists of a video's, in the order of the seeds."""
+    """The pictures, or lists of a video's, in the order of the seeds; of a language model the text."""
     seconds: float
     graphs: int = 0
     """Graphs that were compiled while the request waited: 0, unless it was not planned."""
@@ -69,5 +77,41 @@ class Model(Protocol):
     def default_parts(self) -> tuple[str, ...]:
         """Names of the components that are compiled unless the operator chooses."""
 
+    def label(self, request: Request) -> str:
+        """The label of the planned request that this one is a case of, if there is one."""
+
     def run(self, request: Request) -> list[Any]:
         """Answers one request."""
+
+
+class TextModel(Model, Protocol):
+    """A loaded model that writes text."""
+
+    def stream(self, request: Request) -> Iterator[str]:
+        """Answers one request piece by piece, the same pieces for the same seed."""
+
+
+def family(source: str) -> str:
+    """Which module here loads a model: "diffusers", or "causal" for a language model.
+
+    Args:
+        source: a directory, or a hub id, which is taken for that of a pipeline.
+
+    Raises:
+        ModelError: the directory is neither.
+    """
+    directory = Path(source)
+    if not directory.is_dir() or (directory / "model_index.json").exists():
+        return "diffusers"
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        names = config["architectures"]
+    except (OSError, ValueError, KeyError, TypeError):
+        names = None
+    if isinstance(names, list) and any(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in names):
+        return "causal"
+    raise ModelError(
+        f"the model directory {source!r} has neither the model_index.json of a diffusers pipeline nor a config.json"
+        f" that names the architecture of a language model (it names {names or 'none'}), so it is not known how to load"
+        " it; check WARMSTART_MODEL."
+    )

@@ -79,6 +79,10 @@ class DiffusersModel:
         """The denoisers."""
         return tuple(name for name in _DENOISERS if name in self.parts())
 
+    def label(self, request: Request) -> str:
+        """What the Predictor says."""
+        return request.label
+
     def run(self, request: Request) -> list[Any]:
         """Makes the outputs of one request in the order of its seeds: PIL images, of a video a list of them."""
         # On the CPU whatever the device is, so that a seed means the same picture on every machine's generator.

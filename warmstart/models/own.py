@@ -34,6 +34,10 @@ class OwnModel:
         """All of them."""
         return tuple(self._parts)
 
+    def label(self, request: Request) -> str:
+        """What the Predictor says."""
+        return request.label
+
     def run(self, request: Request) -> list[Any]:
         """Answers one request."""
         outputs = self._run(request)
@@ -54,7 +58,9 @@ def adopt(loaded: Any, device: str) -> Model:
     # Who made a pipeline has imported diffusers.
     if "diffusers" in sys.modules and isinstance(loaded, sys.modules["diffusers"].DiffusionPipeline):
         model = importlib.import_module("warmstart.models.diffusers").DiffusersModel.of(loaded)
-    if lacking := [name for name in ("parts", "default_parts", "run") if not callable(getattr(model, name, None))]:
+    if lacking := [
+        name for name in ("parts", "default_parts", "label", "run") if not callable(getattr(model, name, None))
+    ]:
         raise ModelError(
             f"load= gave {type(loaded).__name__}, which has no {lacking[0]}(), so it is not known what to compile of it"
             " and how it answers; return warmstart.OwnModel({'a name': the module}, run=the function that answers)."
