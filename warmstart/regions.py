@@ -137,10 +137,10 @@ def compile_in_place(
     meter = _Meter(options.recompile_limit, compiled_some)
     for region in regions:
         for module in region.modules:
-            module.compile(**options.arguments())
-            # `compile` stores what `Module.__call__` then uses. It is wrapped, since what the compiled code is given
-            # must be prepared outside it.
-            compiled: Any = module._compiled_call_impl
+            compiled = torch.compile(module.forward, **options.arguments())
+            # What `Module.compile` sets, and `Module.__call__` uses. What the compiled code is given must be prepared
+            # outside it, and hooks run outside it too: transformers collects hidden states by some that torch cannot
+            # trace.
             module._compiled_call_impl = _Call(region, module, compiled, meter)
 
 
@@ -203,7 +203,7 @@ class _Call:
 
     def __init__(self, region: Region, module: nn.Module, compiled: Callable[..., Any], meter: _Meter) -> None:
         self._region = region
-        self._class = type(module)
+        self._module = module
         self._eager: Callable[..., Any] = module._call_impl
         self._compiled = compiled
         self._meter = meter
@@ -216,7 +216,7 @@ class _Call:
             return self._eager(*args, **kwargs)
         args = canonical(args)
         kwargs = {name: canonical(value) for name, value in kwargs.items()}
-        if self._meter.graphs[self._class] >= self._meter.limit:
+        if self._meter.graphs[type(self._module)] >= self._meter.limit:
             region.full = self._meter.limit
         # The module may write into what it is given, so its eager self gets what it was before.
         kept = copy.deepcopy((args, kwargs)) if region.checking else None
@@ -228,7 +228,7 @@ class _Call:
         finally:
             if moved := self._meter.moved():
                 region.counts += moved
-                self._meter.graphs[self._class] += moved.graphs
+                self._meter.graphs[type(self._module)] += moved.graphs
                 self._meter.compiled_some()
         if region.checking and kept is not None:
             region.checking = False
@@ -241,9 +241,9 @@ class _Call:
         # The refusal names its reason, which takes milliseconds: once for each request is enough.
         if region.full or region.uncovered:
             with inductor.no_more_graphs():
-                return self._compiled(*args, **kwargs)
+                return self._between_hooks(*args, **kwargs)
         try:
-            return self._compiled(*args, **kwargs)
+            return self._between_hooks(*args, **kwargs)
         except RuntimeError as error:
             if why := inductor.refusal(error):
                 region.uncovered = why
@@ -253,6 +253,20 @@ class _Call:
             else:
                 raise
         return self._eager(*args, **kwargs)
+
+    def _between_hooks(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the compiled code, and the module's hooks, if it has any, before and after it."""
+        module = self._module
+        if not module._forward_hooks and not module._forward_pre_hooks:
+            return self._compiled(*args, **kwargs)
+        own = vars(module).get("forward")
+        module.forward = self._compiled
+        try:
+            return self._eager(*args, **kwargs)
+        finally:
+            vars(module).pop("forward")
+            if own is not None:
+                module.forward = own
 
     def _check(self, output: Any, expected: Any) -> None:
         pairs = list(zip(_tensors(output), _tensors(expected), strict=True))
