@@ -94,9 +94,7 @@ def flux(kind: Any = diffusers.FluxPipeline) -> Any:
         "guidance_embeds": True, "axes_dims_rope": (4, 6, 6),
     }  # fmt: skip
     if kind is diffusers.FluxControlNetPipeline:
-        # Enough of each to be taken for repeated, since the class does not declare them.
-        three = {"num_layers": 3, "num_single_layers": 3}
-        more["controlnet"] = diffusers.FluxControlNetModel(**(config | three))
+        more["controlnet"] = diffusers.FluxControlNetModel(**config)
     return kind(
         scheduler=flow(), vae=vae(), text_encoder=clip(), tokenizer=words("tokenizer"), text_encoder_2=t5(),
         tokenizer_2=words("tokenizer_2"), transformer=diffusers.FluxTransformer2DModel(**config), **more,
