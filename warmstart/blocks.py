@@ -12,6 +12,8 @@ from torch import nn
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+# Blocks of a class are repeated if, on average, so many are equal in shape; others would each be a graph of its own.
+_EQUAL = 2
 # A class whose blocks hold less than this share of what the largest one's hold is not worth graphs of its own.
 _WORTHWHILE = 1 / 20
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -53,10 +55,7 @@ def find(module: nn.Module, wanted: Sequence[str] = ()) -> Blocks:
         )
     if groups := _grouped(module, set(_declared(module, module))):
         return Blocks(groups, f"as {kind} declares")
-    groups = _worthwhile(_grouped(module, _repeated(module)))
-    modules = list(chain.from_iterable(groups.values()))
-    # Blocks that differ in a shape need graphs of their own. Where most do, one graph of the whole is as cheap.
-    if len(modules) >= 2 * len({_shape(item) for item in modules}) > 0:
+    if groups := _worthwhile(_grouped(module, _repeated(module))):
         return Blocks(groups, f"as the lists of {kind} repeat them")
     others = [name for name in class_names(module) if name != kind]
     hint = f", which has no list of equal blocks (WARMSTART_REGIONS may name {', '.join(others)})" if others else ""
@@ -91,13 +90,22 @@ def _declared(module: nn.Module, root: nn.Module) -> Iterator[str]:
 
 
 def _repeated(module: nn.Module) -> set[str]:
-    """Class names of which some list, however nested, holds two of equal shape."""
+    """Class names of which lists, however nested, hold equal blocks; where a class has too few, those inside it count.
+
+    The levels of a VAE's decoder are one class, and nearly each has another width; but in them are equal ones.
+    """
     names = set()
     for child in module.modules():
         if isinstance(child, _CONTAINERS):
             counts = collections.Counter(_shape(item) for item in _items(child) if any(True for _ in item.children()))
             names |= {shape[0].__name__ for shape, count in counts.items() if count > 1}
+    while unequal := {name for name, group in _grouped(module, names).items() if _equal(group) < _EQUAL}:
+        names -= unequal
     return names
+
+
+def _equal(group: Sequence[nn.Module]) -> float:
+    return len(group) / len({_shape(module) for module in group})
 
 
 def _items(container: nn.Module) -> Iterator[nn.Module]:

@@ -155,10 +155,10 @@ def compile_in_place(
     meter = _Meter(regions, options.recompile_limit, compiled_some)
     for region in regions:
         for module in region.modules:
-            module.compile(**options.arguments())
-            # `compile` stores what `Module.__call__` then uses. It is wrapped, since what the compiled code is given
-            # must be prepared outside it.
-            compiled: Any = module._compiled_call_impl
+            compiled = torch.compile(module.forward, **options.arguments())
+            # What `Module.compile` sets, and `Module.__call__` uses. What the compiled code is given must be prepared
+            # outside it, and hooks run outside it too: transformers collects hidden states by some that torch cannot
+            # trace.
             module._compiled_call_impl = _Call(region, module, compiled, meter)
 
 
@@ -227,7 +227,7 @@ class _Call:
 
     def __init__(self, region: Region, module: nn.Module, compiled: Callable[..., Any], meter: _Meter) -> None:
         self._region = region
-        self._class = type(module)
+        self._module = module
         self._eager: Callable[..., Any] = module._call_impl
         self._compiled = compiled
         self._meter = meter
@@ -240,7 +240,7 @@ class _Call:
             return self._eager(*args, **kwargs)
         args = canonical(args)
         kwargs = {name: canonical(value) for name, value in kwargs.items()}
-        if self._meter.full(self._class):
+        if self._meter.full(type(self._module)):
             region.full = self._meter.limit
         # The module may write into what it is given, so its eager self gets what it was before.
         kept = copy.deepcopy((args, kwargs)) if region.checking else None
@@ -266,9 +266,9 @@ class _Call:
         # The refusal names its reason, which takes milliseconds: once for each request is enough.
         if region.full or region.uncovered:
             with inductor.no_more_graphs():
-                return self._compiled(*args, **kwargs)
+                return self._between_hooks(*args, **kwargs)
         try:
-            return self._compiled(*args, **kwargs)
+            return self._between_hooks(*args, **kwargs)
         except RuntimeError as error:
             if why := inductor.refusal(error):
                 region.uncovered = why
@@ -281,17 +281,33 @@ class _Call:
 
     def _speed(self, given: Any) -> Iterator[Speed]:
         """Times the module on what it was given, which it may write into; nothing if that would compile once more."""
+        # Without hooks, which may keep what they see.
+        calls = (self._module.forward, self._compiled)
         rounds: list[Speed] = []
         try:
             with inductor.no_more_graphs(Missing.REFUSED):
                 for _ in range(2):
-                    eager_s, compiled_s = (_timed(call, copy.deepcopy(given)) for call in (self._eager, self._compiled))
+                    eager_s, compiled_s = (_timed(call, copy.deepcopy(given)) for call in calls)
                     rounds.append(Speed(eager_s, compiled_s))
         except RuntimeError as error:
             if not inductor.refusal(error):
                 raise
             return
         yield Speed(*map(min, zip(*rounds, strict=True)))
+
+    def _between_hooks(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the compiled code, and the module's hooks, if it has any, before and after it."""
+        module = self._module
+        if not module._forward_hooks and not module._forward_pre_hooks:
+            return self._compiled(*args, **kwargs)
+        own = vars(module).get("forward")
+        module.forward = self._compiled
+        try:
+            return self._eager(*args, **kwargs)
+        finally:
+            vars(module).pop("forward")
+            if own is not None:
+                module.forward = own
 
     def _check(self, output: Any, expected: Any) -> None:
         pairs = list(zip(_tensors(output), _tensors(expected), strict=True))

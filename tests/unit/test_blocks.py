@@ -54,9 +54,9 @@ def test_of_what_transformers_never_splits_the_repeated_count():
 
 
 def test_a_declaration_that_fits_nothing_is_passed_over():
-    module = model(a=repeated(2))
+    module = model(a=repeated(3))
     module._repeated_blocks = module._no_split_modules = ["Absent"]
-    assert found(module) == {"Block": 2}
+    assert found(module) == {"Block": 3}
 
 
 def test_a_part_of_several_models_has_the_blocks_that_each_declares():
@@ -78,7 +78,7 @@ def test_a_part_of_several_models_has_the_blocks_that_each_declares():
         nn.Sequential(*repeated(3)),
         nn.ModuleDict({str(index): Block() for index in range(3)}),
         nn.ModuleList([nn.ModuleList([Block()]), nn.ModuleList([Block()]), nn.ModuleDict({"a": Block()})]),
-        nn.ModuleList([Outer(repeated(2)), Block(), Outer(Block())]),
+        nn.ModuleList([Outer(repeated(3)), Block(), Outer(Block())]),
     ],
 )
 def test_without_a_declaration_lists_tell_however_nested(nested):
@@ -89,7 +89,7 @@ def test_without_a_declaration_lists_tell_however_nested(nested):
 
 
 def test_two_classes_that_take_turns_are_both_blocks():
-    assert found(model(a=nn.ModuleList([Block(), Other(), Block(), Other()]))) == {"Block": 2, "Other": 2}
+    assert found(model(a=nn.ModuleList(kind() for kind in (Block, Other) * 3))) == {"Block": 3, "Other": 3}
 
 
 def test_small_blocks_beside_large_ones_are_not_worth_a_graph():
@@ -97,12 +97,21 @@ def test_small_blocks_beside_large_ones_are_not_worth_a_graph():
 
 
 def test_a_block_inside_a_block_is_the_outer_one_s():
-    assert found(model(a=nn.ModuleList([Outer(repeated(2)), Outer(repeated(2))]))) == {"Outer": 2}
+    assert found(model(a=nn.ModuleList(Outer(repeated(3)) for _ in range(3)))) == {"Outer": 3}
 
 
-def test_where_most_blocks_differ_the_whole_is_the_block():
+def levels(*blocks: nn.Module) -> nn.Module:
+    return model(levels=nn.ModuleList(blocks))
+
+
+def test_where_most_blocks_differ_those_inside_them_count():
     """As the levels of a VAE's decoder, of which two are equal and the others are not."""
-    module = model(levels=nn.ModuleList([Block(8), Block(8), Block(6), Block(4)]))
+    insides = [repeated(3, width=8), repeated(3, width=8), repeated(3, width=6), repeated(3)]
+    assert found(levels(*map(Outer, insides))) == {"Block": 12}
+
+
+def test_where_all_blocks_differ_the_whole_is_the_block():
+    module = levels(Block(8), Block(8), Block(6), Block(4))
     assert found(module) == {"Outer": 1}
     assert "WARMSTART_REGIONS may name Block" in blocks.find(module).how
 
@@ -126,4 +135,4 @@ def test_a_wanted_class_that_does_not_occur_is_refused_with_those_that_do():
 
 def test_finding_reads_no_weights():
     with torch.device("meta"):
-        assert found(model(a=repeated(2))) == {"Block": 2}
+        assert found(model(a=repeated(3))) == {"Block": 3}
