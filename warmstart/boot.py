@@ -47,8 +47,9 @@ SHIPPED = "cache"
 _LOG_S = 0.2
 # READY waits no longer than this for the last save. A store nearby takes less, and the report then says what is saved.
 _READY_S = 2.0
-# Beyond this ratio of compiled to uncompiled the report warns. On two busy cores single calls vary by a third.
-_SLOWER = 1.5
+# The report warns of a region that takes so many times as long compiled as uncompiled, and so much of a request's time.
+# On two busy cores single calls vary by a third; the smallest blocks lose microseconds, which nobody notices.
+_SLOWER, _LOST = 1.5, 0.1
 # Added to the restore's own deadline before the boot goes on without an answer.
 _ANSWER_S = 5.0
 
@@ -617,7 +618,7 @@ class _Boot:
     def _judge(self) -> tuple[Outcome, str]:
         counts = self.counts
         for region in self.regions:
-            if slower := _slower(region):
+            if slower := _slower(region, self.warmed):
                 self.warnings.append(slower)
             if region.counts.fx_bypasses:
                 self.warnings.append(f"torch refuses to cache {region.name}, so it compiles on every boot")
@@ -721,14 +722,18 @@ def _uncompiled(parts: Sequence[Part]) -> str:
     return "; ".join(f"{part.name} is {outcomes[part.outcome]} ({part.failed})" for part in parts if part.failed)
 
 
-def _slower(region: Region) -> str:
-    """Says so if a region is clearly slower compiled than as written; "" if not, or if that is not known."""
-    eager_s, compiled_s = (sum(column) for column in zip(*region.speeds, strict=True)) if region.speeds else (0.0, 0.0)
-    if compiled_s <= _SLOWER * eager_s:
+def _slower(region: Region, warmed: Sequence[Warmed]) -> str:
+    """Says so if requests are clearly slower for a region's being compiled; "" if not, or if that is not known."""
+    eager_s = _mean([speed.eager_s for speed in region.speeds]) or 0.0
+    compiled_s = _mean([speed.compiled_s for speed in region.speeds]) or 0.0
+    # Each request was run twice, to warm it and to verify.
+    lost_s = (compiled_s - eager_s) * region.calls / max(1, 2 * len(warmed))
+    steady_s = _mean([item.steady_s for item in warmed if item.steady_s is not None]) or 0.0
+    if compiled_s <= _SLOWER * eager_s or lost_s <= _LOST * steady_s:
         return ""
     return (
-        f"{region.name} takes {compiled_s / eager_s:.2f} times as long compiled as uncompiled, by"
-        f" {2 * len(region.speeds)} calls of each; leave its class out of WARMSTART_REGIONS, or its part out of"
+        f"{region.name} takes {compiled_s / eager_s:.2f} times as long compiled as uncompiled, which costs each request"
+        f" {lost_s:.3f} of {steady_s:.3f} s; leave its class out of WARMSTART_REGIONS, or its part out of"
         " WARMSTART_PARTS, if that stays so"
     )
 

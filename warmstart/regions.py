@@ -43,8 +43,12 @@ class CompileOptions:
         }
 
 
+# Of so many calls the fastest counts: others may have met whatever else the machine was doing.
+_ROUNDS = 3
+
+
 class Speed(NamedTuple):
-    """Seconds of one call of a module, each the least of two, when nothing is left to compile."""
+    """Seconds of one call of a module, each the least of three, when nothing is left to compile."""
 
     eager_s: float
     compiled_s: float
@@ -286,7 +290,7 @@ class _Call:
         rounds: list[Speed] = []
         try:
             with inductor.no_more_graphs(Missing.REFUSED):
-                for _ in range(2):
+                for _ in range(_ROUNDS):
                     eager_s, compiled_s = (_timed(call, copy.deepcopy(given)) for call in calls)
                     rounds.append(Speed(eager_s, compiled_s))
         except RuntimeError as error:
