@@ -29,7 +29,7 @@ inputs = dict(
 )
 with inductor.compiling(inductor.Missing.COMPILED):
     expected = model(**inputs)[0]
-found = regions.find("transformer", model, strategy="regional")
+found = regions.find("transformer", model, strategy="regional").regions
 regions.compile_in_place(found, regions.CompileOptions("default", False, True, 16))
 with inductor.compiling(inductor.Missing.COMPILED):
     got = model(**inputs)[0]
