@@ -257,6 +257,12 @@ def test_functions_are_short() -> None:
     assert long == []
 
 
+def test_no_two_test_files_have_one_name() -> None:
+    """Tests are no packages, so pytest imports them by their names and refuses the second of a name."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
+
+
 def test_every_file_says_what_it_knows() -> None:
     """The first line of a file is the part that a reader with the wrong file open needs."""
     silent = [
