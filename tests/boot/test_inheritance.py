@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from booting import ONE, ROOT, SEVEN, SMALL, TWO, rebuild
+from booting import BLOCK, ONE, ROOT, SEVEN, TWO, rebuild
 from hub import Hub, nobody
 from PIL import Image
 
@@ -84,7 +84,7 @@ def test_a_changed_default_in_predict_py_boots_warm_and_keeps_what_it_used(boot,
     assert 'default="a handwritten seven"' in text
     (project / "predict.py").write_text(text.replace('default="a handwritten seven"', 'default="a handwritten three"'))
     # One region where the sibling had two: half of what is inherited is of no use here.
-    first = boot(store, project=project, before=ONE, environment=SMALL)
+    first = boot(store, project=project, before=ONE, environment=BLOCK)
     assert_warm(first)
     old, new = sibling[1].report["facts"]["version"], first.report["facts"]["version"]
     assert first.report["restored"]["inherited"] == old
@@ -95,7 +95,7 @@ def test_a_changed_default_in_predict_py_boots_warm_and_keeps_what_it_used(boot,
     assert len([path for path in held[new] if path.startswith("fxgraph/")]) == 1
 
     forget_sibling(store, sibling[1])
-    second = boot(store, project=project, before=ONE, environment=SMALL)
+    second = boot(store, project=project, before=ONE, environment=BLOCK)
     assert_warm(second)
     assert second.report["restored"]["inherited"] is None
     assert {save["outcome"] for save in second.report["persisted"]} == {"nothing_new"}
@@ -119,7 +119,7 @@ def test_a_fine_tune_boots_warm_and_draws_its_own_pictures(boot, sibling, store,
 
 
 def test_a_wider_plan_compiles_only_what_is_new(boot, sibling, store):
-    environment = {**SMALL, "WARMSTART_DYNAMIC": "false"}
+    environment = {**BLOCK, "WARMSTART_DYNAMIC": "false"}
     first = boot(store, before=TWO, environment=environment)
     assert first.report["outcome"] == "partial"
     assert (first.counts["fx_hits"], first.counts["fx_misses"]) == (1, 1)
@@ -149,7 +149,7 @@ def test_a_changed_block_is_compiled_and_the_other_is_not(boot, sibling, store, 
 
 def test_another_environment_is_never_inherited(boot, sibling, store):
     threads = sibling[1].report["facts"]["threads"]
-    booted = boot(store, before=ONE, environment={**SMALL, "OMP_NUM_THREADS": str(threads + 1)})
+    booted = boot(store, before=ONE, environment={**BLOCK, "OMP_NUM_THREADS": str(threads + 1)})
     assert booted.report["outcome"] == "cold"
     assert booted.report["restored"]["inherited"] is None
     assert booted.report["restored"]["files"] == 0

@@ -213,7 +213,7 @@ def test_an_unplanned_shape_is_refused_where_that_is_the_policy(boot, filled):
     ("environment", "before", "words"),
     [
         ({"WARMSTART_MODEL": "nowhere"}, ONE, "WARMSTART_MODEL is 'nowhere'"),
-        ({"WARMSTART_MODEL": "warmstart"}, ONE, "the model 'warmstart' cannot be loaded"),
+        ({"WARMSTART_MODEL": "warmstart"}, ONE, "the model directory 'warmstart' has neither the model_index.json"),
         ({}, "PLAN = []", "the warm-up plan is empty"),
         ({}, ONE + "\nPLAN *= 2", "more than one request labelled '1:1 x1'"),
         (SMALL, "import predict\nPLAN = [predict.request(7, '1:1', 1, 1, 1.0, 0)]", "the model fails on the planned"),
