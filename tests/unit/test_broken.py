@@ -135,7 +135,7 @@ def test_a_boot_condemns_only_what_it_knows_to_be_guilty(
     monkeypatch.setattr(boot_module, "set_aside", lambda live, name: (retry, []))
     monkeypatch.setattr(inductor, "forget", lambda: None)
     here = object.__new__(boot_module._Boot)
-    here.key, here.stores, here.publish, here.regions, here.warnings, here.savers = key(), [store], True, [], [], []
+    here.key, here.stores, here.publish, here.parts, here.warnings, here.savers = key(), [store], True, [], [], []
     here.settings = SimpleNamespace(max_bundle_bytes=1 << 30, persist_deadline_s=LONG_S)
     here.leftover, here.ready = None, False
     if case == "other files too":
