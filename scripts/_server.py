@@ -239,11 +239,11 @@ class Server:
         return next(iter(descendants(self._process.pid)), None)
 
     def family(self) -> list[int]:
-        """Return all our processes that run, from /proc: those of our session, whoever their parent is by now."""
+        """Return all our processes that run, from /proc: those that ours leads, whoever their parent is by now."""
         if self._process is None:
             return []
         pids = _watchdog.members(self._process.pid)
-        # The leader's end has been fetched, and yet there is one: somebody else has its number, and so the session's.
+        # The leader's end has been fetched, and yet there is one: somebody else has its number, and leads others.
         return [] if self._process.poll() is not None and self._process.pid in pids else pids
 
     def worker_pid(self) -> int | None:

@@ -53,7 +53,7 @@ def kill(session: int) -> None:
 
 
 def watch(session: int, starter: int) -> None:
-    """Return once the descriptor `starter` ends or the session's leader does."""
+    """Return once the descriptor `starter` ends, or the process that leads those which are watched."""
     while _session(session) == session:
         if select.select([starter], [], [], POLL_S)[0]:
             return

@@ -15,6 +15,7 @@ from diffusers import DiffusionPipeline, FluxPipeline
 from digits import DEFAULT_STEPS, MAX_SEQUENCE_LENGTH, SHAPES, WORDS, classifiers, to_picture
 from judge import draw, halves, read_digits, share_read
 from PIL import Image
+from short_training import smoke
 
 ROOT = Path(__file__).resolve().parents[2]
 WEIGHTS = ROOT / "weights"
@@ -276,22 +277,10 @@ def test_an_interrupted_exchange_leaves_the_old_model(
     assert contents(tmp_path) == {"weights/model_index.json": b"old"}
 
 
-def smoke(directory: Path, *more: str) -> int:
-    """Train a few steps into `directory`/weights; leave the process's torch as it was."""
-    threads = torch.get_num_threads()
-    try:
-        return training.main(
-            ["--smoke", "--threads=1", f"--output={directory / 'weights'}", f"--work={directory / 'work'}", *more]
-        )
-    finally:
-        torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(False)
-
-
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("uninterrupted")
-    assert smoke(directory) == 0
+    assert smoke(training, directory) == 0
     return directory
 
 
@@ -311,17 +300,17 @@ def test_an_interrupted_training_ends_as_an_uninterrupted_one(
 
     with monkeypatch.context() as patch:
         patch.setattr(training, stop, interrupt)
-        assert smoke(tmp_path) == 130
+        assert smoke(training, tmp_path) == 130
     assert "--resume" in capsys.readouterr().err
     assert not (tmp_path / "weights").exists()
-    assert smoke(tmp_path, "--resume") == 0
+    assert smoke(training, tmp_path, "--resume") == 0
     assert contents(tmp_path / "weights") == contents(uninterrupted / "weights")
     assert not (tmp_path / "work").exists()
 
 
 @pytest.mark.slow
 def test_another_seed_makes_another_model(tmp_path: Path, uninterrupted: Path) -> None:
-    assert smoke(tmp_path, "--seed=1") == 0
+    assert smoke(training, tmp_path, "--seed=1") == 0
     ours, theirs = contents(tmp_path / "weights"), contents(uninterrupted / "weights")
     assert ours.keys() == theirs.keys()
     same = {name for name in ours if name.endswith(".safetensors") and ours[name] == theirs[name]}

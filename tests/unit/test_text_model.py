@@ -7,6 +7,7 @@ from typing import Any
 import _train_text_weights as training
 import pytest
 import torch
+from short_training import smoke
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,24 +63,12 @@ def test_the_tokenizer_tells_any_text_and_begins_it(tokenizer: Any) -> None:
         assert tokenizer.decode(numbers[1:]) == said
 
 
-def smoke(directory: Path, *more: str) -> int:
-    """Train a few steps into `directory`/weights; leave the process's torch as it was."""
-    threads = torch.get_num_threads()
-    try:
-        return training.main(
-            ["--smoke", "--threads=1", f"--output={directory / 'weights'}", f"--work={directory / 'work'}", *more]
-        )
-    finally:
-        torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.slow
 def test_an_interrupted_training_ends_as_an_uninterrupted_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    assert smoke(whole) == 0
+    assert smoke(training, whole) == 0
     calls, original = 0, training.descend
 
     def interrupt(*arguments: Any) -> None:
@@ -91,10 +80,10 @@ def test_an_interrupted_training_ends_as_an_uninterrupted_one(
 
     with monkeypatch.context() as patch:
         patch.setattr(training, "descend", interrupt)
-        assert smoke(broken) == 130
+        assert smoke(training, broken) == 130
     assert "scripts/train_text_weights --resume" in capsys.readouterr().err
     assert not (broken / "weights").exists()
-    assert smoke(broken, "--resume") == 0
+    assert smoke(training, broken, "--resume") == 0
     assert digests(broken / "weights") == digests(whole / "weights")
     assert not (broken / "work").exists()
 
