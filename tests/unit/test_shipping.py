@@ -13,12 +13,14 @@ from project_tree import ROOT, text_files
 
 FENCE = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
+INLINE = re.compile(r"`(scripts/[a-z_]+ [^`]+)`")
+
 
 def shown_commands() -> list[tuple[str, list[str]]]:
-    """Every call of a command of ours in a code block of a document, as words."""
+    """Every call of a command of ours in the code of a document, as words."""
     found = []
     for name, text in text_files():
-        for block in FENCE.findall(text) if name.endswith(".md") else []:
+        for block in [*FENCE.findall(text), *INLINE.findall(text)] if name.endswith(".md") else []:
             for line in block.splitlines():
                 if call := re.search(r"(?<![\w./])(scripts/[a-z_]+)\b(?!/)([^|#>]*)", line):
                     found.append((f"{name}: {line.strip()}", [call[1], *shlex.split(call[2].replace("'", ""))]))
