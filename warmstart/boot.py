@@ -124,6 +124,10 @@ class _Restoring:
             return Restored(RestoreOutcome.FAILED, reason, seconds=self.deadline_s + _ANSWER_S)
         return self._result
 
+    def found_nothing(self) -> bool:
+        """Whether it has ended already, and no store holds anything for this boot."""
+        return self._result is not None and self._result.outcome is RestoreOutcome.NOTHING
+
     def why_nothing(self) -> str:
         """What differs from the nearest stored key, if nothing was stored for this one."""
         return self._why
@@ -165,6 +169,8 @@ class _Boot:
         self.standing_in = False
         self.noted: Path | None = None
         self.headers: Path | None = None
+        # Whether the compiler was put to work on an empty live directory before the first attempt.
+        self.ahead = False
         with self.clock.phase("key"):
             self.device = identity.device(settings)
             self.key = identity.current_key(plan, sources=sources, load=load, settings=settings)
@@ -173,7 +179,7 @@ class _Boot:
         tracing = self._begin_trace()
         restoring = self._start_restore()
         with self.clock.phase("imports"), process.uncollected():
-            self._import()
+            self._import(restoring)
         with self.clock.phase("weights"):
             model = self._load()
         if restoring is not None:
@@ -282,12 +288,14 @@ class _Boot:
 
     # --- model -----------------------------------------------------------------------------------------------------
 
-    def _import(self) -> None:
+    def _import(self, restoring: _Restoring | None) -> None:
         import torch
 
+        torch.set_num_threads(self.settings.threads)
+        if restoring is not None and restoring.found_nothing():
+            self._build_ahead()
         from warmstart import regions, warmup
 
-        torch.set_num_threads(self.settings.threads)
         self._regions, self._warmup = regions, warmup
         if self.load is None:
             self._loader = self._family()
@@ -297,6 +305,27 @@ class _Boot:
                 f"the device is {self.device}, but torch {torch.__version__} finds no usable NVIDIA GPU, so the model"
                 " cannot run there; check the host's driver, or set WARMSTART_DEVICE=cpu."
             )
+
+    def _build_ahead(self) -> None:
+        """On a boot that must compile, has the compiler at work beside the imports, the weights and the tracing."""
+        if self.device != "cpu" or self.live is None or lacks_compiler(self.key.environment):
+            return
+        if inductor.holds_code(self.live.path):
+            return
+        if self.leftover is not None:
+            self.leftover.begin()  # what a boot leaves that dies from here on is known to be its own
+        try:
+            inductor.load()
+            toolchain.bound_builds()
+            if precompile := self._precompile_late(self.live):
+                self.ahead = inductor.build_ahead(precompile, self.live.path)
+        # The boundary: torch's private parts may be others in another version; the compile itself tells what matters.
+        except Exception as error:  # noqa: BLE001
+            self.warnings.append(f"nothing was built ahead of the first compile: {sentence(error)}")
+
+    def _precompile_late(self, live: LiveDirectory) -> Callable[..., str] | None:
+        self.headers = headers_in(live.path)
+        return inductor.precompile_headers_in(self.headers)
 
     def _family(self) -> Callable[..., Model]:
         """What loads WARMSTART_MODEL. A family's libraries take seconds to import, so only its own are."""
@@ -386,9 +415,8 @@ class _Boot:
             recompile_limit=self._graph_limit(),
         )
         self._regions.compile_in_place(self.regions, options, self._save_soon)
-        if self.live is not None:
-            self.headers = headers_in(self.live.path)
-            inductor.precompile_headers_in(self.headers)
+        if self.live is not None and self.headers is None:
+            self._precompile_late(self.live)
 
     def _graph_limit(self) -> int:
         """Most graphs of one region: a few for each planned request, far above what is needed, and for unplanned ones.
@@ -425,9 +453,10 @@ class _Boot:
     def _attempt(self, served: Served, live: LiveDirectory) -> str:
         """Warms, checks and verifies; returns what went wrong in words, or an empty string."""
         self._remove_incomplete(live)
+        ahead, self.ahead = self.ahead, False
         # Restored by us, or by a platform into a directory of its own.
-        self.found = inductor.holds_code(live.path)
-        had = inductor.kernels(live.path)
+        self.found = not ahead and inductor.holds_code(live.path)
+        had = frozenset() if ahead else inductor.kernels(live.path)
         before = inductor.counts()
         if self.leftover is not None:
             self.leftover.begin()

@@ -11,9 +11,11 @@ import enum
 import functools
 import importlib
 import os
+import platform
 import shutil
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -47,6 +49,29 @@ class Counts:
 def load() -> None:
     """Imports Inductor, which torch otherwise does in the first compile; it takes a second."""
     importlib.import_module("torch._inductor.compile_fx")
+    _trust_vector_units()
+
+
+def _trust_vector_units() -> None:
+    """Has torch take a processor's AVX2 and AVX-512 as usable with its headers, without building a library to see.
+
+    Torch 2.13 builds one for each of up to four instruction sets, 4 s each, loads it in another process in each boot,
+    and takes one that was cut short for a processor without vector units. It is for compilers too old for torch's
+    headers (GCC 7), which need C++20 by now. The processor itself, and small extensions, are asked for as before.
+    To be taken out when torch no longer builds it.
+    """
+    import torch
+    from torch._inductor.cpu_vec_isa import VecISA
+
+    build = VecISA.check_build
+    if platform.machine() != "x86_64" or getattr(build, "trusting", False) or not torch.cpu._is_avx2_supported():
+        return
+
+    def check_build(self: VecISA, code: str) -> bool:
+        return code == VecISA._avx_code or build(self, code)
+
+    check_build.trusting = True  # type: ignore[attr-defined]
+    VecISA.check_build = check_build  # type: ignore[method-assign]
 
 
 STAGES = ("dynamo", "aot_autograd", "inductor", "codegen", "kernels")
@@ -142,15 +167,19 @@ def _forget_processor(cpu_vec_isa: Any) -> None:
 
 def graphs() -> int:
     """Number of graphs compiled so far; one look-up, cheap enough for every call of every region."""
+    return int(_counters()["stats"]["unique_graphs"])
+
+
+@functools.cache
+def _counters() -> Any:
     from torch._dynamo.utils import counters
 
-    return counters["stats"]["unique_graphs"]
+    return counters
 
 
 def counts() -> Counts:
     """Reads torch's counters."""
-    from torch._dynamo.utils import counters
-
+    counters = _counters()
     inductor, aot = counters["inductor"], counters["aot_autograd"]
     return Counts(
         graphs=counters["stats"]["unique_graphs"],
@@ -256,19 +285,22 @@ def untraceable(error: Exception) -> str:
     return sentence(error)
 
 
-def precompile_headers_in(folder: Path) -> None:
+def precompile_headers_in(folder: Path) -> Callable[..., str] | None:
     """Has torch precompile C++ headers only where kernels are to be built, in a folder of this process alone.
 
     Torch 2.13 does so before it looks whether the kernel is there: 10 s of compilers in a warm boot, which builds none.
     It keeps them beside the default cache directory, 150 MB each, and takes what a killed compiler left of one for
     whole, whereupon every later compile fails. And it lets every error there fail the graph: no room (Docker's --tmpfs
     has 64 MiB), no openssl. To be taken out when torch builds them late, and goes on without.
+
+    Returns:
+        Torch's function for who will not wait until a graph was missed; None where this torch has none.
     """
     from torch._inductor import codecache
 
     precompile = getattr(codecache, "_precompile_header", None)
     if precompile is None:  # another version of torch
-        return
+        return None
 
     @functools.cache
     def tolerant(*arguments: Any, **options: Any) -> str:
@@ -286,6 +318,59 @@ def precompile_headers_in(folder: Path) -> None:
     codecache._precompile_header = late  # type: ignore[assignment]
     codecache._HEADER_DIR = str(folder)
     codecache._HEADER_LOCK_DIR = str(folder / "locks")
+    return tolerant
+
+
+AHEAD_FREE_BYTES = 1 << 30
+"""Room on the disk below which nothing is built ahead: the header takes 150 MB, and a disk that is full for a second
+while the compiler writes would fail what is written beside it."""
+
+
+def build_ahead(precompile: Callable[..., str], live: Path) -> bool:
+    """Has the header that all kernels of a CPU include precompiled, beside whatever comes next.
+
+    For a boot that is certain to compile, after `load`. It takes 9 s of a core that is idle meanwhile: importing,
+    loading weights and tracing use one. Whoever needs it before it is done waits for it by torch's own locks. What
+    fails here fails again where it is needed, and is told there.
+
+    Args:
+        precompile: what `precompile_headers_in` returned.
+        live: the live directory.
+
+    Returns:
+        Whether it was begun; not where there is no room or no thread to be had.
+    """
+
+    def work() -> None:
+        # The boundary: torch's parts may be others in another version, compiler and disk may raise anything.
+        with contextlib.suppress(Exception):
+            header, command, options = _header_of_kernels()
+            precompile(header, command, **options)
+
+    try:
+        if shutil.disk_usage(live).free < AHEAD_FREE_BYTES:
+            return False
+        threading.Thread(target=work, name="warmstart-build-ahead", daemon=True).start()
+    except (OSError, RuntimeError):  # no such disk; the container's limit of threads
+        return False
+    return True
+
+
+def _header_of_kernels() -> tuple[str, str, dict[str, Any]]:
+    """The arguments that torch 2.13 precompiles a kernel's header with (`CppCodeCache.load_async`)."""
+    from torch._inductor import codecache, cpp_builder, cpu_vec_isa
+
+    cache = codecache.CppPythonBindingsCodeCache
+    options: dict[str, Any] = {
+        **cache.cpp_compile_command_flags,
+        "device_type": "cpu",
+        "extra_flags": (),
+        "use_relative_path": False,
+        "vec_isa": cpu_vec_isa.pick_vec_isa(),
+    }
+    build = cpp_builder.CppTorchDeviceOptions(compile_only=False, min_optimize=False, **options)
+    command = cpp_builder.CppBuilder(name="o", sources="i", BuildOption=build).get_command_line()
+    return str(cache._get_uncompiled_header("cpu")), command, {"min_optimize": False, **options}
 
 
 def vector_isa() -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import functools
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -179,7 +180,7 @@ def check_next_call(regions: Sequence[Region]) -> None:
         region.checking = True
 
 
-def canonical(value: Any) -> Any:
+def canonical(value: Any, seen: set[int] | None = None) -> Any:
     """Gives tensors (any shape) the strides that their shape implies, also in tuples, lists and dictionaries.
 
     The first block of a transformer sees a contiguous tensor, later ones a slice of a joint one; Dynamo guards on
@@ -187,16 +188,44 @@ def canonical(value: Any) -> Any:
     dimensions of size 1, whose strides mean nothing, the implied ones. An output that a region writes into a sliced
     input would be lost; blocks of diffusers and transformers return theirs. Lists and dictionaries stay the caller's
     own, since a module may leave something in them (the video VAEs keep what they saw of earlier frames there).
+
+    Args:
+        value: what a region is called with, or a part of it.
+        seen: identities of tensors that the same call was given before. One that comes again is given as another
+            object: Dynamo guards on two arguments' being one.
     """
     if isinstance(value, torch.Tensor):
-        return value.contiguous().view(value.shape) if value.layout is torch.strided else value
+        return _with_implied_strides(value, set() if seen is None else seen)
+    if type(value) not in (tuple, list, dict):
+        return value
+    seen = set() if seen is None else seen
     if type(value) is tuple:
-        return tuple(canonical(item) for item in value)
+        return tuple([canonical(item, seen) for item in value])
     if type(value) is list:
-        value[:] = [canonical(item) for item in value]
-    elif type(value) is dict:
-        value.update({name: canonical(item) for name, item in value.items()})
+        value[:] = [canonical(item, seen) for item in value]
+    else:
+        value.update({name: canonical(item, seen) for name, item in value.items()})
     return value
+
+
+def _with_implied_strides(tensor: torch.Tensor, seen: set[int]) -> torch.Tensor:
+    if tensor.layout is not torch.strided:
+        return tensor
+    # This runs for each tensor of each call of a block. To look costs a tenth of what making another tensor does.
+    if id(tensor) in seen or tensor.stride() != _implied_strides(tensor.shape):
+        return tensor.contiguous().view(tensor.shape)
+    seen.add(id(tensor))
+    return tensor
+
+
+@functools.lru_cache(maxsize=1024)
+def _implied_strides(shape: torch.Size) -> tuple[int, ...]:
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
 
 
 class _Meter:
@@ -214,16 +243,18 @@ class _Meter:
             self._regions[type(region.modules[0])].append(region)
         self._last = inductor.counts()
 
-    def full(self, kind: type[nn.Module]) -> bool:
-        """Whether no further graph of this class may be made."""
-        return sum(region.counts.graphs for region in self._regions[kind]) >= self.limit
-
     def moved(self) -> Counts | None:
         """The difference if a graph was compiled since, else None: in steady state a call costs one look-up."""
         if inductor.graphs() == self._last.graphs:
             return None
         last, self._last = self._last, inductor.counts()
         return self._last - last
+
+    def limit_reached(self, kind: type[nn.Module]) -> None:
+        """Notes it in all regions of a class if no further graph of it may be made."""
+        if sum(region.counts.graphs for region in self._regions[kind]) >= self.limit:
+            for region in self._regions[kind]:
+                region.full = self.limit
 
 
 class _Call:
@@ -242,10 +273,9 @@ class _Call:
         # A whole-model compile that meets this call while tracing goes through to the module, and so does eager.
         if region.eager or torch.compiler.is_compiling():
             return self._eager(*args, **kwargs)
-        args = canonical(args)
-        kwargs = {name: canonical(value) for name, value in kwargs.items()}
-        if self._meter.full(type(self._module)):
-            region.full = self._meter.limit
+        seen: set[int] = set()
+        args = canonical(args, seen)
+        kwargs = canonical(kwargs, seen)
         # The module may write into what it is given, so its eager self gets what it was before.
         kept = copy.deepcopy((args, kwargs)) if region.checking else None
         try:
@@ -255,14 +285,19 @@ class _Call:
             raise
         finally:
             if moved := self._meter.moved():
-                region.counts += moved
-                region.compiles += inductor.take_compiles()
-                self._meter.compiled_some()
+                self._note(moved)
         if region.checking and kept is not None:
             region.checking = False
             region.speeds += self._speed(kept)
             self._check(output, self._eager(*kept[0], **kept[1]))
         return output
+
+    def _note(self, moved: Counts) -> None:
+        """Counts what this call had compiled."""
+        self._region.counts += moved
+        self._region.compiles += inductor.take_compiles()
+        self._meter.limit_reached(type(self._module))
+        self._meter.compiled_some()
 
     def _covered(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the compiled code, or, where no graph covers the call and none may be made, the module as it is."""

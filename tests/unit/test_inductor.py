@@ -1,9 +1,11 @@
 """What is asked of TorchInductor from outside, where it may refuse."""
 
 import collections
+import threading
 from pathlib import Path
 
 import pytest
+import torch
 from torch._inductor import codecache
 
 from warmstart import inductor
@@ -113,3 +115,61 @@ def test_torch_forgets_no_compile_of_a_large_plan(monkeypatch) -> None:
     inductor.keep_records()
     utils._compilation_metrics.extend(utils.CompilationMetrics() for _ in range(300))
     assert len(inductor.take_compiles()) == 300
+
+
+def test_the_header_built_ahead_is_the_one_that_torch_s_kernels_include(monkeypatch, counted, tmp_path) -> None:
+    """Arguments are part of a name; with others the header would be built twice."""
+    given = []
+
+    def asked(header: str, command: str, **options: object) -> str:
+        given.append((header, command, options))
+        raise OSError(28, "No space left on device")
+
+    inductor.load()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(codecache, "_precompile_header", asked)
+    precompile = inductor.precompile_headers_in(tmp_path / "headers")
+    assert inductor.build_ahead(precompile, tmp_path)
+    for thread in threading.enumerate():
+        if thread.name == "warmstart-build-ahead":
+            thread.join(60)
+    assert len(given) == 1
+    monkeypatch.setattr(codecache, "_precompile_header", asked)
+    with pytest.raises(OSError, match="No space"):
+        codecache.CppPythonBindingsCodeCache.load_pybinding_async(["float*"], "// a kernel", submit_fn=lambda _: None)
+    assert given[1] == given[0]
+
+
+def test_nothing_is_built_ahead_on_a_disk_with_little_room(monkeypatch, counted, tmp_path) -> None:
+    asked = []
+    monkeypatch.setattr(inductor, "_header_of_kernels", lambda: ("a.h", "g++", asked.append("begun") or {}))
+    monkeypatch.setattr(inductor, "AHEAD_FREE_BYTES", 1 << 62)
+    assert not inductor.build_ahead(lambda *_, **__: "", tmp_path)
+    assert not inductor.build_ahead(lambda *_, **__: "", tmp_path / "nowhere")
+    assert asked == []
+
+
+def test_vector_units_of_the_processor_are_taken_as_usable_and_extensions_are_tested(monkeypatch) -> None:
+    from torch._inductor.cpu_vec_isa import VecAVX2, VecAVX512, VecISA
+
+    built = []
+    monkeypatch.setattr(VecISA, "check_build", lambda self, code: built.append(code) or False)
+    monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: True)
+    inductor.load()
+    inductor.load()
+    assert VecAVX2().check_build(VecISA._avx_code)
+    assert built == []
+    assert not VecAVX2().check_build(VecAVX512._avx512_bf16_code)
+    assert built == [VecAVX512._avx512_bf16_code]
+
+
+def test_torch_tests_other_processors_itself(monkeypatch) -> None:
+    from torch._inductor.cpu_vec_isa import VecISA
+
+    def own(self: VecISA, code: str) -> bool:
+        return False
+
+    monkeypatch.setattr(VecISA, "check_build", own)
+    monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: False)
+    inductor.load()
+    assert VecISA.check_build is own

@@ -139,6 +139,23 @@ def test_canonical_keeps_values_and_goes_into_tuples():
     assert regions.canonical(base).data_ptr() == base.data_ptr()
 
 
+def test_canonical_gives_sizes_of_one_the_implied_stride_and_leaves_what_has_it():
+    plain, odd = torch.zeros(1, 4, 4), torch.zeros(1, 8, 4)[:, 2:6]
+    assert (odd.is_contiguous(), odd.stride()) == (True, (32, 4, 1))
+    assert regions.canonical(odd).stride() == (16, 4, 1)
+    assert regions.canonical(plain) is plain
+    assert regions.canonical(torch.zeros(0, 3)).stride() == (3, 1)
+    assert regions.canonical(torch.tensor(1.0)).stride() == ()
+
+
+def test_canonical_gives_one_tensor_twice_as_two_objects():
+    """Dynamo guards on two arguments' being one object, so a self-attention would need a graph of its own."""
+    tensor = torch.zeros(2, 3)
+    first, [second], named = regions.canonical((tensor, [tensor], {"again": tensor}))
+    assert len({id(first), id(second), id(named["again"])}) == 3
+    assert {item.data_ptr() for item in (first, second, named["again"])} == {tensor.data_ptr()}
+
+
 def test_canonical_leaves_lists_and_dictionaries_the_caller_s_own():
     """The video autoencoders keep what they saw of earlier frames in a list that they are given."""
     view = torch.arange(24.0).reshape(2, 3, 4).transpose(0, 1)
@@ -206,10 +223,11 @@ def test_at_the_limit_of_graphs_no_more_are_made(compiled, monkeypatch):
     model, region, _ = compiled
     allowed = []
     monkeypatch.setattr(regions.inductor, "no_more_graphs", lambda: contextlib.nullcontext(allowed.append("no more")))
-    region.counts = Counts(graphs=OPTIONS.recompile_limit - 1)
+    call = region.modules[0]._compiled_call_impl
+    call._note(Counts(graphs=OPTIONS.recompile_limit - 1))
     model(torch.randn(1, 4, 4))
     assert (allowed, region.full) == ([], 0)
-    region.counts += Counts(graphs=1)
+    call._note(Counts(graphs=1))
     model(torch.randn(1, 4, 4))
     assert (len(allowed), region.full) == (3, OPTIONS.recompile_limit)
     # An attempt that failed leaves nothing: its graphs are gone.
@@ -220,10 +238,14 @@ def test_at_the_limit_of_graphs_no_more_are_made(compiled, monkeypatch):
 
 def test_the_limit_is_one_for_all_regions_of_a_class_as_torch_s_is(compiled, monkeypatch):
     _, region, _ = compiled
-    other = Region("another part", "Block", [Block()], counts=Counts(graphs=OPTIONS.recompile_limit))
-    meter = regions._Meter([region, other], OPTIONS.recompile_limit, lambda: None)
-    assert meter.full(Block)
-    assert not meter.full(Model)
+    other = Region("another part", "Block", [Block()], counts=Counts(graphs=OPTIONS.recompile_limit - 1))
+    third = Region("another part", "Model", [Model()])
+    meter = regions._Meter([region, other, third], OPTIONS.recompile_limit, lambda: None)
+    meter.limit_reached(Block)
+    assert [item.full for item in (region, other, third)] == [0, 0, 0]
+    region.counts = Counts(graphs=1)
+    meter.limit_reached(Block)
+    assert [item.full for item in (region, other, third)] == [OPTIONS.recompile_limit, OPTIONS.recompile_limit, 0]
 
 
 def test_the_check_tells_the_speed_of_both_and_writes_into_nothing(compiled):
