@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 VERSIONS = ((3, 11), (3, 12), (3, 13))
 STAMP = "warmstart-stamp"  # what is installed; written last
 UNFINISHED = "warmstart-unfinished"  # there while pip writes
+AS_IS = "_WARMSTART_PYTHON_AS_IS"  # set to run in this Python, whatever it has installed; see scripts/gpu_check
 ENTERED = "_WARMSTART_VENV_ENTERED"  # set across the one exec, so that it cannot repeat for ever
 UNPACKING = "Installing collected packages"  # pip's words when it begins to write packages
 LARGE_MB = 20
@@ -47,6 +48,8 @@ def ensure(dev: bool = False, root: Path = ROOT) -> None:
     """
     if sys.path[:1] != [str(root)]:
         sys.path.insert(0, str(root))
+    if os.environ.get(AS_IS):
+        return
     entered = os.environ.pop(ENTERED, None)  # popped, so that no child process inherits it
     venv = root / ".venv"
     wanted = with_included(root / ("requirements-dev.txt" if dev else "requirements-local.txt"))

@@ -1,6 +1,6 @@
 """What the benchmark boots, and one boot of it in this process; knows the library and torch, and compares nothing.
 
-    python scripts/_workloads.py '{"build": DIRECTORY}'
+    python scripts/_workloads.py '{"build": DIRECTORY, "workload": "reference"}'
     python scripts/_workloads.py '{"mode": "eager", "workload": "reference", "model": DIRECTORY, ...}'
 
 The modes `eager` and `whole-*` are plain torch and diffusers, as one writes them without warmstart: load, tell the
@@ -9,19 +9,22 @@ denoiser to compile, run each planned request once. Only the loading and the cal
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from _machine import own_cpu_s, peak_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
-REFERENCE, PROJECT = "reference", "project"
-WARM_REQUESTS = 10
+REFERENCE, FLUX, PROJECT = "reference", "flux", "project"
+BUILT = (REFERENCE, FLUX)
+"""Workloads that the benchmark makes itself, with random weights."""
+WARM_REQUESTS = 20
 """How many requests the steady state is the median of."""
 
 
@@ -30,17 +33,19 @@ def main() -> None:
     order = json.loads(sys.argv[1])
     sys.path.insert(0, str(ROOT))
     if "build" in order:
-        build_reference(Path(order["build"]))
+        build(order["workload"], Path(order["build"]))
         return
     answer = measured(order)
     Path(order["answer"]).write_text(json.dumps(answer))
 
 
-def build_reference(directory: Path) -> None:
-    """Write a FluxPipeline with random weights around the reference transformer, in diffusers layout.
+def build(workload: str, directory: Path) -> None:
+    """Write a FluxPipeline with random weights, in diffusers layout.
 
-    256 picture tokens (32x32 pixels: the VAE does not reduce) and 32 text tokens. Text encoders and VAE are as small as
-    they can be: what is measured is the transformer. Tokenizers and scheduler are the default model's.
+    `reference` is 256 picture tokens (32x32 pixels: the VAE does not reduce) and 32 text tokens in float32. `flux` has
+    blocks of FLUX.1's size, 5 double and 10 single ones of 57, which is 6 GB in bfloat16: 4096 picture tokens
+    (1024x1024 pixels) and 512 text tokens. Text encoders and VAE are as small as they can be: what is measured is the
+    transformer. Tokenizers and scheduler are the default model's.
     """
     import torch
     from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
@@ -50,27 +55,50 @@ def build_reference(directory: Path) -> None:
     weights = ROOT / "weights"
     clip = json.loads((weights / "text_encoder/config.json").read_text())
     t5 = json.loads((weights / "text_encoder_2/config.json").read_text())
-    transformer = FluxTransformer2DModel(
-        patch_size=1, in_channels=16, num_layers=8, num_single_layers=16, attention_head_dim=32, num_attention_heads=4,
-        joint_attention_dim=t5["d_model"], pooled_projection_dim=32, guidance_embeds=True, axes_dims_rope=(8, 12, 12),
-    )  # fmt: skip
+    sizes, levels = {
+        REFERENCE: ({"in_channels": 16, "num_layers": 8, "num_single_layers": 16, "attention_head_dim": 32,
+                     "num_attention_heads": 4, "axes_dims_rope": (8, 12, 12)}, 1),
+        FLUX: ({"in_channels": 64, "num_layers": 5, "num_single_layers": 10, "attention_head_dim": 128,
+                "num_attention_heads": 24, "axes_dims_rope": (16, 56, 56)}, 4),
+    }[workload]  # fmt: skip
+    # Billions of random numbers take a GPU no time.
+    large = torch.device("cuda" if workload == FLUX and torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if workload == FLUX else torch.float32
+    with large, default_dtype(dtype):
+        transformer = FluxTransformer2DModel(
+            patch_size=1, joint_attention_dim=t5["d_model"], pooled_projection_dim=32, guidance_embeds=True, **sizes
+        )
     vae = AutoencoderKL(
-        block_out_channels=(8,), layers_per_block=1, latent_channels=4, norm_num_groups=4, sample_size=32,
-        down_block_types=("DownEncoderBlock2D",), up_block_types=("UpDecoderBlock2D",), mid_block_add_attention=False,
+        block_out_channels=(8,) * levels, layers_per_block=1, latent_channels=sizes["in_channels"] // 4,
+        norm_num_groups=4, sample_size=32, down_block_types=("DownEncoderBlock2D",) * levels,
+        up_block_types=("UpDecoderBlock2D",) * levels, mid_block_add_attention=False,
         use_quant_conv=False, use_post_quant_conv=False, shift_factor=0.0, scaling_factor=1.0,
     )  # fmt: skip
     pipeline = FluxPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler.from_pretrained(weights / "scheduler"),
-        vae=vae,
+        vae=vae.to(dtype),
         text_encoder=CLIPTextModel(
             CLIPTextConfig(**clip | {"hidden_size": 32, "projection_dim": 32, "num_hidden_layers": 1})
-        ),
+        ).to(dtype),
         tokenizer=AutoTokenizer.from_pretrained(weights / "tokenizer"),
-        text_encoder_2=T5EncoderModel(T5Config(**t5 | {"num_layers": 1})),
+        text_encoder_2=T5EncoderModel(T5Config(**t5 | {"num_layers": 1})).to(dtype),
         tokenizer_2=AutoTokenizer.from_pretrained(weights / "tokenizer_2"),
         transformer=transformer,
     )
     pipeline.save_pretrained(directory)
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: Any) -> Iterator[None]:
+    """Have new parameters made in this precision: ones of twice the size might not fit."""
+    import torch
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def plan_of(workload: str) -> tuple[list[Any], Sequence[str]]:
@@ -81,15 +109,16 @@ def plan_of(workload: str) -> tuple[list[Any], Sequence[str]]:
         return predict.plan(), [predict.__file__]
     import warmstart
 
+    pixels, tokens = (1024, 512) if workload == FLUX else (32, 32)
     inputs = {
         "prompt": "a handwritten seven",
-        "width": 32,
-        "height": 32,
+        "width": pixels,
+        "height": pixels,
         "num_inference_steps": 4,
         "guidance_scale": 3.5,
-        "max_sequence_length": 32,
+        "max_sequence_length": tokens,
     }
-    return [warmstart.Request("32x32", inputs)], [__file__]
+    return [warmstart.Request(f"{pixels}x{pixels}", inputs)], [__file__]
 
 
 def measured(order: dict[str, Any]) -> dict[str, Any]:

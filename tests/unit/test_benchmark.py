@@ -129,3 +129,23 @@ def test_an_eager_boot_of_the_reference_is_measured():
     assert eager["peak_bytes"]["median"] > 100e6
     assert answer["bars_met"] is False
     assert any("fewer than 5" in doubt for doubt in answer["not_quotable"])
+
+
+def test_with_minutes_cold_modes_run_once_and_others_while_there_is_time(benchmark, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(benchmark.time, "monotonic", lambda: now[0])
+    cost_s = {"eager": 10.0, "regional-cold": 100.0, "regional-warm": 15.0}
+    chosen = argparse.Namespace(modes=tuple(cost_s), rounds=5, minutes=3.0)
+    ran = []
+    for number, mode in benchmark.schedule(chosen, 0.0):
+        ran.append((number, mode))
+        now[0] += cost_s[mode]
+    # 125 s, then 25 s each: a third of those would end at 200 s.
+    assert ran == [(0, mode) for mode in cost_s] + [
+        (1, "eager"),
+        (1, "regional-warm"),
+        (2, "eager"),
+        (2, "regional-warm"),
+    ]
+    everything = argparse.Namespace(modes=tuple(cost_s), rounds=2, minutes=None)
+    assert list(benchmark.schedule(everything, 0.0)) == [(number, mode) for number in (0, 1) for mode in cost_s]
