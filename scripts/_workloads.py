@@ -39,6 +39,15 @@ def main() -> None:
     Path(order["answer"]).write_text(json.dumps(answer))
 
 
+TRANSFORMERS: dict[str, dict[str, Any]] = {
+    REFERENCE: {"in_channels": 16, "num_layers": 8, "num_single_layers": 16, "attention_head_dim": 32,
+                "num_attention_heads": 4, "axes_dims_rope": (8, 12, 12)},
+    FLUX: {"in_channels": 64, "num_layers": 5, "num_single_layers": 10, "attention_head_dim": 128,
+           "num_attention_heads": 24, "axes_dims_rope": (16, 56, 56)},
+}  # fmt: skip
+VAE_LEVELS = {REFERENCE: 1, FLUX: 4}
+
+
 def build(workload: str, directory: Path) -> None:
     """Write a FluxPipeline with random weights, in diffusers layout.
 
@@ -48,44 +57,53 @@ def build(workload: str, directory: Path) -> None:
     transformer. Tokenizers and scheduler are the default model's.
     """
     import torch
-    from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+    from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
     from transformers import AutoTokenizer, CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
     torch.manual_seed(0)
     weights = ROOT / "weights"
     clip = json.loads((weights / "text_encoder/config.json").read_text())
     t5 = json.loads((weights / "text_encoder_2/config.json").read_text())
-    sizes, levels = {
-        REFERENCE: ({"in_channels": 16, "num_layers": 8, "num_single_layers": 16, "attention_head_dim": 32,
-                     "num_attention_heads": 4, "axes_dims_rope": (8, 12, 12)}, 1),
-        FLUX: ({"in_channels": 64, "num_layers": 5, "num_single_layers": 10, "attention_head_dim": 128,
-                "num_attention_heads": 24, "axes_dims_rope": (16, 56, 56)}, 4),
-    }[workload]  # fmt: skip
-    # Billions of random numbers take a GPU no time.
-    large = torch.device("cuda" if workload == FLUX and torch.cuda.is_available() else "cpu")
-    dtype = torch.bfloat16 if workload == FLUX else torch.float32
-    with large, default_dtype(dtype):
-        transformer = FluxTransformer2DModel(
-            patch_size=1, joint_attention_dim=t5["d_model"], pooled_projection_dim=32, guidance_embeds=True, **sizes
+    with default_dtype(torch.bfloat16 if workload == FLUX else torch.float32):
+        pipeline = FluxPipeline(
+            scheduler=FlowMatchEulerDiscreteScheduler.from_pretrained(weights / "scheduler"),
+            vae=vae(workload),
+            text_encoder=CLIPTextModel(
+                CLIPTextConfig(**clip | {"hidden_size": 32, "projection_dim": 32, "num_hidden_layers": 1})
+            ),
+            tokenizer=AutoTokenizer.from_pretrained(weights / "tokenizer"),
+            text_encoder_2=T5EncoderModel(T5Config(**t5 | {"num_layers": 1})),
+            tokenizer_2=AutoTokenizer.from_pretrained(weights / "tokenizer_2"),
+            transformer=transformer(workload, t5["d_model"]),
         )
-    vae = AutoencoderKL(
-        block_out_channels=(8,) * levels, layers_per_block=1, latent_channels=sizes["in_channels"] // 4,
-        norm_num_groups=4, sample_size=32, down_block_types=("DownEncoderBlock2D",) * levels,
-        up_block_types=("UpDecoderBlock2D",) * levels, mid_block_add_attention=False,
-        use_quant_conv=False, use_post_quant_conv=False, shift_factor=0.0, scaling_factor=1.0,
-    )  # fmt: skip
-    pipeline = FluxPipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler.from_pretrained(weights / "scheduler"),
-        vae=vae.to(dtype),
-        text_encoder=CLIPTextModel(
-            CLIPTextConfig(**clip | {"hidden_size": 32, "projection_dim": 32, "num_hidden_layers": 1})
-        ).to(dtype),
-        tokenizer=AutoTokenizer.from_pretrained(weights / "tokenizer"),
-        text_encoder_2=T5EncoderModel(T5Config(**t5 | {"num_layers": 1})).to(dtype),
-        tokenizer_2=AutoTokenizer.from_pretrained(weights / "tokenizer_2"),
-        transformer=transformer,
-    )
     pipeline.save_pretrained(directory)
+
+
+def transformer(workload: str, text_width: int) -> Any:
+    """Return the denoiser, whose text tokens are `text_width` wide."""
+    import torch
+    from diffusers import FluxTransformer2DModel
+
+    # Billions of random numbers take a GPU no time.
+    with torch.device("cuda" if workload == FLUX and torch.cuda.is_available() else "cpu"):
+        return FluxTransformer2DModel(
+            patch_size=1, joint_attention_dim=text_width, pooled_projection_dim=32, guidance_embeds=True,
+            **TRANSFORMERS[workload],
+        )  # fmt: skip
+
+
+def vae(workload: str) -> Any:
+    """Return an autoencoder that halves the picture once for each level but the first."""
+    from diffusers import AutoencoderKL
+
+    levels = VAE_LEVELS[workload]
+    return AutoencoderKL(
+        block_out_channels=(8,) * levels, layers_per_block=1,
+        latent_channels=TRANSFORMERS[workload]["in_channels"] // 4, norm_num_groups=4, sample_size=32,
+        down_block_types=("DownEncoderBlock2D",) * levels, up_block_types=("UpDecoderBlock2D",) * levels,
+        mid_block_add_attention=False, use_quant_conv=False, use_post_quant_conv=False, shift_factor=0.0,
+        scaling_factor=1.0,
+    )  # fmt: skip
 
 
 @contextlib.contextmanager

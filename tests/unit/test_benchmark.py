@@ -7,6 +7,7 @@ import sys
 from types import ModuleType
 
 import pytest
+import torch
 from loading import load_command
 from project_tree import ROOT
 
@@ -149,3 +150,19 @@ def test_with_minutes_cold_modes_run_once_and_others_while_there_is_time(benchma
     ]
     everything = argparse.Namespace(modes=tuple(cost_s), rounds=2, minutes=None)
     assert list(benchmark.schedule(everything, 0.0)) == [(number, mode) for number in (0, 1) for mode in cost_s]
+
+
+def test_the_parts_of_the_flux_workload_fit_together(tmp_path, monkeypatch):
+    """With two narrow blocks in place of fifteen wide ones, on the CPU; the picture is eight times its latents."""
+    import _workloads
+    from diffusers import FluxPipeline
+
+    small = {"num_layers": 1, "num_single_layers": 1, "num_attention_heads": 1}
+    monkeypatch.setitem(_workloads.TRANSFORMERS, "flux", _workloads.TRANSFORMERS["flux"] | small)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    _workloads.build("flux", tmp_path / "model")
+    [request], _ = _workloads.plan_of("flux")
+    pipeline = FluxPipeline.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in pipeline.transformer.parameters()} == {torch.bfloat16}
+    inputs = request.inputs | {"width": 64, "height": 64, "num_inference_steps": 1}
+    assert pipeline(**inputs).images[0].size == (64, 64)
