@@ -1,4 +1,4 @@
-"""What is asked of pipelines of many families, to tell whether graphs are shared. Loads no torch."""
+"""What pipelines and language models of many families are asked, to tell whether graphs are shared. Loads no torch."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,42 +29,59 @@ class Family:
     note: str = ""
     """Why a cell of its row in docs/families.md is not what it is elsewhere."""
 
+    def plan(self) -> list[warmstart.Request]:
+        """What is warmed: two sizes, one and two outputs, guidance off and on, a short and a long prompt."""
+        one, two = self.sizes
+        return [
+            self.request("first", SHORT, one, 1, 0),
+            self.request("wide, guided", SHORT, two, 1, 1),
+            self.request("two, guided, long", LONG, one, 2, 1),
+            self.request("wide, two, long", LONG, two, 2, 0),
+        ]
 
-def plan(name: str) -> list[warmstart.Request]:
-    """What is warmed: two sizes, one and two outputs, guidance off and on, a short and a long prompt."""
-    one, two = FAMILIES[name].sizes
-    return [
-        request(name, "first", SHORT, one, 1, 0),
-        request(name, "wide, guided", SHORT, two, 1, 1),
-        request(name, "two, guided, long", LONG, one, 2, 1),
-        request(name, "wide, two, long", LONG, two, 2, 0),
-    ]
+    def others(self) -> list[warmstart.Request]:
+        """What the same graphs must serve too: other sums of these, and numbers that were not planned."""
+        one, two = self.sizes
+        return [
+            self.request("first", LONG, two, 1, 0),
+            self.request("two, guided, long", SHORT, two, 3, 1),
+            self.request("wide, two, long", "nine and eight", one, 4, 0),
+        ]
+
+    def request(self, label: str, prompt: str, size: dict[str, int], outputs: int, on: int) -> warmstart.Request:
+        """One request, in the words of the family's pipeline."""
+        guidance = {argument: values[on] for argument, values in self.guidance.items()}
+        inputs = {"prompt": prompt, "num_inference_steps": 2, "output_type": "np", self.several: outputs}
+        return warmstart.Request(label, inputs | size | guidance | self.inputs, seeds=tuple(range(outputs)))
 
 
-def others(name: str) -> list[warmstart.Request]:
-    """What the same graphs must serve too: other sums of these, and numbers that were not planned."""
-    one, two = FAMILIES[name].sizes
-    return [
-        request(name, "first", LONG, two, 1, 0),
-        request(name, "two, guided, long", SHORT, two, 3, 1),
-        request(name, "wide, two, long", "nine and eight", one, 4, 0),
-    ]
+@dataclass(frozen=True)
+class Decoder:
+    """A causal language model: lengths of prompts that are planned, and texts of every length within them."""
 
+    build: str
+    settings: dict[str, str] = field(default_factory=dict)
+    note: str = ""
 
-def request(name: str, label: str, prompt: str, size: dict[str, int], outputs: int, on: int) -> warmstart.Request:
-    """One request, in the words of the family's pipeline."""
-    family = FAMILIES[name]
-    guidance = {argument: values[on] for argument, values in family.guidance.items()}
-    inputs = {"prompt": prompt, "num_inference_steps": 2, "output_type": "np", family.several: outputs}
-    return warmstart.Request(label, inputs | size | guidance | family.inputs, seeds=tuple(range(outputs)))
+    def plan(self) -> list[warmstart.Request]:
+        """What is warmed: three lengths that prompts are padded to, the first of them that of each further token."""
+        lengths = {"prompt": "", "cache_tokens": 96, "max_new_tokens": 2}
+        return [warmstart.Request(f"up to {size}", {**lengths, "prefill": size}) for size in (1, 8, 64)]
+
+    def others(self) -> list[warmstart.Request]:
+        """Prompts of one token, of a few and of many; texts up to the end of the buffers."""
+        return [
+            warmstart.Request("any", {"prompt": prompt, "max_new_tokens": tokens, "temperature": 0.0})
+            for prompt, tokens in (("a", 1), ("abc", 24), ("7" * 40, 12), ("7" * 60, 35))
+        ]
 
 
 def order(name: str, model: Path) -> dict[str, Any]:
     """What tests/booting.py's Boot is told: boot that model with that plan, then ask all of it and more."""
     start = "import sys\nsys.path.insert(0, 'tests')\nimport families\n"
     return {
-        "before": f"{start}PLAN = families.plan({name!r})",
-        "after": f"answer = families.compare(model, families.plan({name!r}) + families.others({name!r}))",
+        "before": f"{start}family = families.FAMILIES[{name!r}]\nPLAN = family.plan()",
+        "after": "answer = families.compare(model, family.plan() + family.others())",
         "environment": {"WARMSTART_MODEL": str(model), **FAMILIES[name].settings},
     }
 
@@ -82,8 +99,15 @@ def compare(model: warmstart.Served, requests: list[warmstart.Request]) -> dict[
         for region in model._regions:
             region.eager = eager
         for got, want in zip(result.outputs, expected, strict=True):
-            difference = max(difference, float(abs(got - want).max() / abs(want).max()))
+            difference = max(difference, apart(got, want))
     return {"difference": difference, "graphs": graphs, "reasons": reasons, "asked": len(requests)}
+
+
+def apart(got: Any, want: Any) -> float:
+    """The largest difference relative to the largest value; of texts whether there is one."""
+    if isinstance(got, str):
+        return float(got != want)
+    return float(abs(got - want).max() / abs(want).max())
 
 
 PICTURE = Image.new("RGB", (32, 32), (200, 100, 50))
@@ -134,4 +158,8 @@ FAMILIES = {
     ),
     "StableDiffusionImg2ImgPipeline": Family("sd_image", inputs={"image": PICTURE, "strength": 1.0}, sizes=({}, {})),
     "StableDiffusionControlNetPipeline": Family("sd_control", inputs={"image": PICTURE}),
+    "LlamaForCausalLM": Decoder("llama"),
+    "Qwen3ForCausalLM": Decoder("qwen3"),
+    "Gemma3ForCausalLM": Decoder("gemma3"),
+    "MixtralForCausalLM": Decoder("mixtral"),
 }

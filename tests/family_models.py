@@ -1,4 +1,5 @@
-"""Pipelines of many families, built from their real classes with small random weights. Nothing is downloaded.
+"""Pipelines and language models of many families, built from their real classes with small random weights. Nothing is
+downloaded.
 
 Words are those of the default model's tokenizers, or single letters.
 """
@@ -18,9 +19,12 @@ WIDTH = 32
 
 
 def save(build: str, folder: Path) -> None:
-    """Writes the pipeline that the function of that name builds, in diffusers layout."""
+    """Writes the model that the function of that name builds, in the layout of its library."""
     torch.manual_seed(0)
-    globals()[build]().save_pretrained(folder, safe_serialization=True)
+    made = globals()[build]()
+    made.save_pretrained(folder, safe_serialization=True)
+    if isinstance(made, transformers.PreTrainedModel):
+        AutoTokenizer.from_pretrained(WEIGHTS.with_name("weights-text")).save_pretrained(folder)
 
 
 # --- Components ------------------------------------------------------------------------------------------------------
@@ -264,3 +268,34 @@ def zimage() -> Any:
         scheduler=flow(), vae=vae(), text_encoder=transformers.Qwen3Model(config), tokenizer=tokenizer,
         transformer=transformer,
     )  # fmt: skip
+
+
+# --- Language models -------------------------------------------------------------------------------------------------
+
+
+def decoder(config: Any, **more: Any) -> Any:
+    """A causal language model of two layers, whose tokenizer is the default one's."""
+    sizes = {
+        "vocab_size": 1024, "hidden_size": WIDTH, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 128,
+        "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None,
+    }  # fmt: skip
+    return transformers.AutoModelForCausalLM.from_config(config(**sizes | more))
+
+
+def llama() -> Any:
+    return decoder(transformers.LlamaConfig)
+
+
+def qwen3() -> Any:
+    return decoder(transformers.Qwen3Config)
+
+
+def gemma3() -> Any:
+    """One layer sees 16 tokens back, the other all."""
+    kinds = ["sliding_attention", "full_attention"]
+    return decoder(transformers.Gemma3TextConfig, sliding_window=16, layer_types=kinds)
+
+
+def mixtral() -> Any:
+    return decoder(transformers.MixtralConfig, num_local_experts=4, num_experts_per_tok=2)
