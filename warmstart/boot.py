@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from warmstart.key import Key
+    from warmstart.lora import Slots
     from warmstart.models import Model, Request
     from warmstart.regions import Part, Region
     from warmstart.warmup import Warmed
@@ -163,6 +164,7 @@ class _Boot:
         # Why nothing can be built here, and what of the plan that leaves uncompiled; empty where a compiler is.
         self.trouble = self.unbuilt = ""
         self.standing_in = False
+        self.slots: Slots | None = None
         self.noted: Path | None = None
         self.headers: Path | None = None
         with self.clock.phase("key"):
@@ -176,12 +178,14 @@ class _Boot:
             self._import()
         with self.clock.phase("weights"):
             model = self._load()
+            self.slots = self._make_room(model)
         if restoring is not None:
             with self.clock.phase("restore"):
                 self.restored = restoring.wait()
                 self.why_nothing = restoring.why_nothing()
         served = Served(
             model,
+            slots=self.slots,
             unplanned=self.settings.unplanned,
             fullgraph=self.settings.fullgraph,
             stop_grace_s=self.settings.stop_grace_s,
@@ -313,6 +317,22 @@ class _Boot:
         if self.load is not None:
             return adopt(self.load(), self.device)
         return self._loader(device=self.device, dtype=identity.dtype(self.settings, self.device))
+
+    def _make_room(self, model: Model) -> Slots | None:
+        """Gives the parts that are to be compiled their LoRA slots, which are in the graphs from the first."""
+        if not self.settings.lora_rank:
+            return None
+        from warmstart.lora import attach
+
+        parts = model.parts()
+        slots = attach(
+            {name: parts[name] for name in self.settings.parts or model.default_parts() if name in parts},
+            rank=self.settings.lora_rank,
+            targets=self.settings.lora_targets,
+            convert=getattr(model, "lora_tensors", dict),
+        )
+        slots.fill()
+        return slots
 
     # --- the ladder: from the cache, else compiled, else eager -------------------------------------------------------
 
@@ -690,6 +710,7 @@ class _Boot:
             "vector_isa": inductor.vector_isa() if self.device == "cpu" else None,
             "dynamic": identity.dynamic(self.settings, self.plan),
             "strategy": self.settings.strategy,
+            "lora": self.key.version["lora"] + (f", {len(self.slots.layers)} slots" if self.slots else ""),
             "live_dir": str(self.live.path) if self.live else None,
             "live_dir_reason": self.live.reason if self.live else None,
         }

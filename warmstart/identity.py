@@ -57,7 +57,8 @@ def _version_facts(
     plan: Sequence[Request], sources: Sequence[str], settings: Settings, on: str, *, own: bool
 ) -> dict[str, str]:
     package = Path(__file__).parent
-    ours = (*_GRAPH_SOURCES, f"models/{'own' if own else family(settings.model)}.py")
+    lora = ("lora.py",) if settings.lora_rank else ()
+    ours = (*_GRAPH_SOURCES, *lora, f"models/{'own' if own else family(settings.model)}.py")
     code = [Path(source) for source in sources] + [package / name for name in ours]
     return {
         "model": _model_by_sources(sources, settings) if own else _model_version(settings),
@@ -68,12 +69,19 @@ def _version_facts(
         "strategy": settings.strategy,
         "regions": ", ".join(settings.regions) or "found",
         "parts": ", ".join(settings.parts) or "denoisers",
+        "lora": _lora(settings),
         "mode": settings.mode,
         "dynamic": str(dynamic(settings, plan)).lower(),
         "fullgraph": str(settings.fullgraph).lower(),
         "torch options": ", ".join(f"{name}={value}" for name, value in settings.torch_options) or "none",
         "plan": "; ".join(request.graph_facts() for request in plan) or "none",
     }
+
+
+def _lora(settings: Settings) -> str:
+    if not settings.lora_rank:
+        return "none"
+    return f"rank {settings.lora_rank} in {', '.join(settings.lora_targets) or 'all linear layers'}"
 
 
 def _model_by_sources(sources: Sequence[str], settings: Settings) -> str:

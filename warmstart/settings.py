@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 PREFIX = "WARMSTART_"
 
+# A slot of this rank is as large as most layers themselves, so more is a slip.
+_MAX_LORA_RANK = 1024
+
 # Variables by which torch and attention are configured. They change what is compiled, so they are facts of the key ...
 _TORCH_PREFIXES = (
     "TORCHINDUCTOR_",
@@ -74,6 +77,12 @@ class Settings:
     )
     regions: tuple[str, ...] = _setting((), "Class names of the regions, comma-separated, in place of the found ones.")
     parts: tuple[str, ...] = _setting((), "Components to compile, comma-separated, in place of the denoisers.")
+    lora_rank: int = _setting(
+        0, "Room for LoRA weights in the linear layers, so that requests can name some; 0 makes none.", minimum=0
+    )
+    lora_targets: tuple[str, ...] = _setting(
+        (), "Layers with that room, by what their names end in, comma-separated, in place of all linear ones."
+    )
     mode: str = _setting(
         "default",
         "torch.compile's mode.",
@@ -145,6 +154,9 @@ class Settings:
     def _check(self) -> None:
         if self.device not in ("auto", "cpu", "cuda") and not self.device.removeprefix("cuda:").isdecimal():
             raise SettingsError(_bad("WARMSTART_DEVICE", self.device, "auto, cpu, cuda or cuda:N"))
+
+        if self.lora_rank > _MAX_LORA_RANK:
+            raise SettingsError(_bad("WARMSTART_LORA_RANK", str(self.lora_rank), f"0 to {_MAX_LORA_RANK}"))
 
     def check_model(self) -> None:
         """Refuses a model that is nowhere; not asked where the Predictor loads its own.
