@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # Modules whose code decides the graphs, beside that of the model's family. A change in any other of ours leaves
 # compiled code as good as it was.
-_GRAPH_SOURCES = ("blocks.py", "inductor.py", "regions.py")
+_GRAPH_SOURCES = ("blocks.py", "inductor.py", "lora.py", "regions.py")
 
 
 # Of a model that load= loads, no more is known before it is loaded.
@@ -57,8 +57,7 @@ def _version_facts(
     plan: Sequence[Request], sources: Sequence[str], settings: Settings, on: str, *, own: bool
 ) -> dict[str, str]:
     package = Path(__file__).parent
-    lora = ("lora.py",) if settings.lora_rank else ()
-    ours = (*_GRAPH_SOURCES, *lora, f"models/{'own' if own else family(settings.model)}.py")
+    ours = (*_GRAPH_SOURCES, f"models/{'own' if own else family(settings.model)}.py")
     code = [Path(source) for source in sources] + [package / name for name in ours]
     return {
         "model": _model_by_sources(sources, settings) if own else _model_version(settings),

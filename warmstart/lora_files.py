@@ -27,7 +27,10 @@ _FACTOR = re.compile(
     r"(.+?)\.(lora_A|lora_B|lora_down|lora_up|lora(?:_linear_layer)?\.(?:down|up))(?:\.default)?\.weight"
 )
 _UP = ("lora_B", "lora_up", "lora.up", "lora_linear_layer.up")
-_ALPHA = re.compile(r"(.+?)(?:\.lora_A)?(?:\.weight)?\.alpha")
+_ALPHA = re.compile(r"(.+?)(?:\.lora_A|\.lora\.down)?(?:\.weight)?\.alpha")
+# diffusers still gives attention's layers the names that they had in its early UNets, in what kohya saved for Stable
+# Diffusion: "attn1.processor.to_q_lora.down" for a factor of "attn1.to_q".
+_IN_PROCESSOR = re.compile(r"\.processor\.(to_[qkv]|to_out)_lora\.")
 # What peft's options of a LoRA change, other than its scale: none of it is a sum of two products.
 _OTHER_KINDS = ("use_dora", "lora_bias", "use_bdlora")
 
@@ -134,7 +137,8 @@ def _by_part(flat: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def _paired(lora: Lora, tensors: dict[str, Tensor]) -> dict[str, _Parts]:
     pairs: dict[str, _Parts] = {}
-    for name, tensor in tensors.items():
+    for old, tensor in tensors.items():
+        name = _IN_PROCESSOR.sub(lambda found: f".{found[1].replace('to_out', 'to_out.0')}.lora.", old)
         if (alpha := _ALPHA.fullmatch(name)) and tensor.numel() == 1:
             pairs.setdefault(alpha[1], _Parts()).alpha = float(tensor)
         elif (factor := _FACTOR.fullmatch(name)) and tensor.ndim == 2:
