@@ -165,6 +165,7 @@ class _Boot:
         self.trouble = self.unbuilt = ""
         self.standing_in = False
         self.slots: Slots | None = None
+        self.quantized = 0
         self.noted: Path | None = None
         self.headers: Path | None = None
         with self.clock.phase("key"):
@@ -178,7 +179,7 @@ class _Boot:
             self._import()
         with self.clock.phase("weights"):
             model = self._load()
-            self.slots = self._make_room(model)
+            self.slots = self._prepare(model)
         if restoring is not None:
             with self.clock.phase("restore"):
                 self.restored = restoring.wait()
@@ -318,15 +319,20 @@ class _Boot:
             return adopt(self.load(), self.device)
         return self._loader(device=self.device, dtype=identity.dtype(self.settings, self.device))
 
-    def _make_room(self, model: Model) -> Slots | None:
-        """Gives the parts that are to be compiled their LoRA slots, which are in the graphs from the first."""
+    def _prepare(self, model: Model) -> Slots | None:
+        """Changes the layers of the parts that are to be compiled as the settings say, before any graph holds them."""
+        parts = model.parts()
+        chosen = {name: parts[name] for name in self.settings.parts or model.default_parts() if name in parts}
+        if self.settings.quantize != "none":
+            from warmstart.quantize import quantize
+
+            self.quantized = quantize(chosen, self.settings.quantize, self.device)
         if not self.settings.lora_rank:
             return None
         from warmstart.lora import attach
 
-        parts = model.parts()
         slots = attach(
-            {name: parts[name] for name in self.settings.parts or model.default_parts() if name in parts},
+            chosen,
             rank=self.settings.lora_rank,
             targets=self.settings.lora_targets,
             convert=getattr(model, "lora_tensors", dict),
@@ -710,6 +716,7 @@ class _Boot:
             "vector_isa": inductor.vector_isa() if self.device == "cpu" else None,
             "dynamic": identity.dynamic(self.settings, self.plan),
             "strategy": self.settings.strategy,
+            "quantization": self.settings.quantize + (f", {self.quantized} layers" if self.quantized else ""),
             "lora": self.key.version["lora"] + (f", {len(self.slots.layers)} slots" if self.slots else ""),
             "live_dir": str(self.live.path) if self.live else None,
             "live_dir_reason": self.live.reason if self.live else None,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # Modules whose code decides the graphs, beside that of the model's family. A change in any other of ours leaves
 # compiled code as good as it was.
-_GRAPH_SOURCES = ("blocks.py", "inductor.py", "lora.py", "regions.py")
+_GRAPH_SOURCES = ("blocks.py", "inductor.py", "lora.py", "quantize.py", "regions.py")
 
 
 # Of a model that load= loads, no more is known before it is loaded.
@@ -65,6 +65,7 @@ def _version_facts(
         "diffusers": key.installed("diffusers"),
         "transformers": key.installed("transformers"),
         "dtype": _BY_SOURCES if own else dtype(settings, on),
+        "quantization": settings.quantize,
         "strategy": settings.strategy,
         "regions": ", ".join(settings.regions) or "found",
         "parts": ", ".join(settings.parts) or "denoisers",

@@ -18,6 +18,7 @@ from torch.nn.functional import linear
 
 from warmstart import lora_files
 from warmstart.models import ModelError, RequestError
+from warmstart.quantize import QuantizedLinear
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -41,6 +42,13 @@ class LoraLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) to (..., out)."""
         return super().forward(x) + linear(linear(x, self.lora_down), self.lora_up)
+
+
+class LoraQuantizedLinear(LoraLinear, QuantizedLinear):
+    """The same with a weight in 8 bits; the slot is in the model's precision."""
+
+
+_WITH_SLOT = {nn.Linear: LoraLinear, QuantizedLinear: LoraQuantizedLinear}
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +138,7 @@ class Slots:
         if name not in self.layers:
             raise RequestError(f"the LoRA {said} changes {name!r}, {self._why_none(name)}")
         layer = self.layers[name]
-        got, wanted = (factors.up.shape[0], factors.down.shape[1]), tuple(layer.weight.shape)
+        got, wanted = (factors.up.shape[0], factors.down.shape[1]), (layer.out_features, layer.in_features)
         if got != wanted:
             raise RequestError(
                 f"the LoRA {said} was made for a {name!r} of shape {got} (out, in), which is {wanted} in this model, so"
@@ -192,9 +200,10 @@ def attach(
         ModelError: nothing has such a name, or what has it can hold no slot.
     """
     found = {f"{part}.{name}": layer for part, module in parts.items() for name, layer in module.named_modules()}
-    chosen = {name: layer for name, layer in found.items() if type(layer) is nn.Linear and _is_meant(name, targets)}
+    plain = {name: layer for name, layer in found.items() if type(layer) in _WITH_SLOT}
+    chosen = {name: layer for name, layer in plain.items() if _is_meant(name, targets)}
     if lacking := [target for target in targets if not any(_is_meant(name, [target]) for name in chosen)]:
-        endings = sorted({name.rpartition(".")[2] for name, layer in found.items() if type(layer) is nn.Linear})
+        endings = sorted({name.rpartition(".")[2] for name in plain})
         raise ModelError(
             f"WARMSTART_LORA_TARGETS names {lacking[0]!r}, and no plain linear layer of {', '.join(parts)} is called"
             f" that, so no LoRA could change it; the names of those end in: {', '.join(endings)}."
@@ -209,7 +218,8 @@ def attach(
     return Slots(dict(_as_slots(chosen)), rank=rank, names=frozenset(found), convert=convert)
 
 
-def _give_slot(name: str, layer: nn.Linear, rank: int) -> None:
+def _give_slot(name: str, layer: nn.Module, rank: int) -> None:
+    assert isinstance(layer, nn.Linear)  # noqa: S101  as each class with a slot is
     weight = layer.weight
     # What loads a layer when it is called, or wraps it otherwise, has put a forward of its own before the class's.
     if weight.is_meta or "forward" in vars(layer):
@@ -218,7 +228,7 @@ def _give_slot(name: str, layer: nn.Linear, rank: int) -> None:
             " on its device, or unset WARMSTART_LORA_RANK."
         )
     # The class is changed and not the module, so that whoever holds it, a hook or a list of parameters, still does.
-    layer.__class__ = LoraLinear
+    layer.__class__ = _WITH_SLOT[type(layer)]
     place: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
     layer.register_buffer("lora_down", torch.zeros(rank, layer.in_features, **place), persistent=False)
     layer.register_buffer("lora_up", torch.zeros(layer.out_features, rank, **place), persistent=False)

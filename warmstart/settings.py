@@ -65,6 +65,11 @@ class Settings:
     dtype: str = _setting(
         "auto", "Precision. auto: bfloat16 on a GPU, else float32.", choices=("auto", "float32", "bfloat16", "float16")
     )
+    quantize: str = _setting(
+        "none",
+        "Keep the weights of linear layers in 8 bits, as whole numbers or as floating-point ones.",
+        choices=("none", "int8", "fp8"),
+    )
     compile: str = _setting(
         "auto",
         "auto serves eager if compiling fails, required makes that a setup error, off never compiles.",
