@@ -44,6 +44,14 @@ _NOT_FACTS = frozenset(
 )
 
 
+# Values that somebody who knows torch would expect, and what became of trying them.
+_TRIED = {
+    ("WARMSTART_STRATEGY", "hierarchical"): (
+        " Torch 2.13's nested_compile_region was tried for that, and gave wrong pictures (docs/decisions.md)."
+    )
+}
+
+
 class SettingsError(ValueError):
     """A setting has a value that cannot be used; the text names the variable, the value and what is allowed."""
 
@@ -208,7 +216,8 @@ def _threads(environment: Mapping[str, str]) -> int:
 def _parse(variable: str, text: str, field: dataclasses.Field[Any]) -> Any:
     if choices := field.metadata["choices"]:
         if text not in choices:
-            raise SettingsError(_bad(variable, text, ", ".join(choices)))
+            tried = _TRIED.get((variable, text), "")
+            raise SettingsError(f"{_bad(variable, text, ', '.join(choices))}{tried}")
         return text
     if isinstance(field.default, bool):
         return _parse_bool(variable, text)

@@ -42,6 +42,11 @@ def test_an_empty_value_is_an_unset_one():
         ("RESTORE_DEADLINE_S", "5s", "a number of at least 0"),
         ("MAX_BUNDLE_BYTES", "1.5", "a whole number of at least 1"),
         ("MAX_BUNDLE_BYTES", "0", "a whole number of at least 1"),
+        (
+            "STRATEGY",
+            "hierarchical",
+            "regional, whole. Correct or unset it. Torch 2.13's nested_compile_region",
+        ),
         ("QUANTIZE", "int4", "none, int8, fp8"),
         ("LORA_RANK", "-1", "a whole number of at least 0"),
         ("LORA_RANK", "2000", "0 to 1024"),
