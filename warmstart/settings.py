@@ -47,7 +47,8 @@ _NOT_FACTS = frozenset(
 # Values that somebody who knows torch would expect, and what became of trying them.
 _TRIED = {
     ("WARMSTART_STRATEGY", "hierarchical"): (
-        " Torch 2.13's nested_compile_region was tried for that, and gave wrong pictures (docs/decisions.md)."
+        " Torch 2.13's nested_compile_region was tried for that: it gave wrong pictures for some blocks, without an"
+        " error (docs/decisions.md)."
     )
 }
 
