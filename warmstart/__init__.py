@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from warmstart.boot import boot
 from warmstart.identity import current_key
-from warmstart.models import Request, RequestError, Result
+from warmstart.models import Lora, Request, RequestError, Result
 from warmstart.models.own import OwnModel
 from warmstart.served import Served, Stream, UnplannedRequestError
 from warmstart.settings import Settings, SettingsError
 
 __all__ = [
+    "Lora",
     "OwnModel",
     "Request",
     "RequestError",

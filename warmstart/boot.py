@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from warmstart.key import Key
+    from warmstart.lora import Slots
     from warmstart.models import Model, Request
     from warmstart.regions import Part, Region
     from warmstart.warmup import Warmed
@@ -167,6 +168,8 @@ class _Boot:
         # Why nothing can be built here, and what of the plan that leaves uncompiled; empty where a compiler is.
         self.trouble = self.unbuilt = ""
         self.standing_in = False
+        self.slots: Slots | None = None
+        self.quantized = 0
         self.noted: Path | None = None
         self.headers: Path | None = None
         # Whether the compiler was put to work on an empty live directory before the first attempt.
@@ -182,12 +185,14 @@ class _Boot:
             self._import(restoring)
         with self.clock.phase("weights"):
             model = self._load()
+            self.slots = self._prepare(model)
         if restoring is not None:
             with self.clock.phase("restore"):
                 self.restored = restoring.wait()
                 self.why_nothing = restoring.why_nothing()
         served = Served(
             model,
+            slots=self.slots,
             unplanned=self.settings.unplanned,
             fullgraph=self.settings.fullgraph,
             stop_grace_s=self.settings.stop_grace_s,
@@ -342,6 +347,27 @@ class _Boot:
         if self.load is not None:
             return adopt(self.load(), self.device)
         return self._loader(device=self.device, dtype=identity.dtype(self.settings, self.device))
+
+    def _prepare(self, model: Model) -> Slots | None:
+        """Changes the layers of the parts that are to be compiled as the settings say, before any graph holds them."""
+        parts = model.parts()
+        chosen = {name: parts[name] for name in self.settings.parts or model.default_parts() if name in parts}
+        if self.settings.quantize != "none":
+            from warmstart.quantize import quantize
+
+            self.quantized = quantize(chosen, self.settings.quantize, self.device)
+        if not self.settings.lora_rank:
+            return None
+        from warmstart.lora import attach
+
+        slots = attach(
+            chosen,
+            rank=self.settings.lora_rank,
+            targets=self.settings.lora_targets,
+            convert=getattr(model, "lora_tensors", dict),
+        )
+        slots.fill()
+        return slots
 
     # --- the ladder: from the cache, else compiled, else eager -------------------------------------------------------
 
@@ -719,6 +745,8 @@ class _Boot:
             "vector_isa": inductor.vector_isa() if self.device == "cpu" else None,
             "dynamic": identity.dynamic(self.settings, self.plan),
             "strategy": self.settings.strategy,
+            "quantization": self.settings.quantize + (f", {self.quantized} layers" if self.quantized else ""),
+            "lora": self.key.version["lora"] + (f", {len(self.slots.layers)} slots" if self.slots else ""),
             "live_dir": str(self.live.path) if self.live else None,
             "live_dir_reason": self.live.reason if self.live else None,
         }

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # Modules whose code decides the graphs, beside that of the model's family. A change in any other of ours leaves
 # compiled code as good as it was.
-_GRAPH_SOURCES = ("blocks.py", "inductor.py", "regions.py")
+_GRAPH_SOURCES = ("blocks.py", "inductor.py", "lora.py", "quantize.py", "regions.py")
 
 
 # Of a model that load= loads, no more is known before it is loaded.
@@ -65,15 +65,23 @@ def _version_facts(
         "diffusers": key.installed("diffusers"),
         "transformers": key.installed("transformers"),
         "dtype": _BY_SOURCES if own else dtype(settings, on),
+        "quantization": settings.quantize,
         "strategy": settings.strategy,
         "regions": ", ".join(settings.regions) or "found",
         "parts": ", ".join(settings.parts) or "denoisers",
+        "lora": _lora(settings),
         "mode": settings.mode,
         "dynamic": str(dynamic(settings, plan)).lower(),
         "fullgraph": str(settings.fullgraph).lower(),
         "torch options": ", ".join(f"{name}={value}" for name, value in settings.torch_options) or "none",
         "plan": "; ".join(request.graph_facts() for request in plan) or "none",
     }
+
+
+def _lora(settings: Settings) -> str:
+    if not settings.lora_rank:
+        return "none"
+    return f"rank {settings.lora_rank} in {', '.join(settings.lora_targets) or 'all linear layers'}"
 
 
 def _model_by_sources(sources: Sequence[str], settings: Settings) -> str:

@@ -17,6 +17,7 @@ from warmstart.models import Request, RequestError, Result
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from warmstart.lora import Fitted, Slots
     from warmstart.models import Model, TextModel
     from warmstart.regions import Region
     from warmstart.report import Report
@@ -41,6 +42,8 @@ class _Tally:
     graphs: int = 0
     refused: str = ""
     """What of the model's own compiled code no graph covered, outside our regions."""
+    loras: Fitted | None = field(default=None, repr=False)
+    """What to put into the slots while it is answered; None where the model has none."""
     uncovered: list[str] = field(default_factory=list)
     """For each region why a call of it ran uncompiled; "" if all were covered."""
 
@@ -54,8 +57,11 @@ class Served:
 
     report: Report
 
-    def __init__(self, model: Model, *, unplanned: str, fullgraph: bool, stop_grace_s: float) -> None:
+    def __init__(
+        self, model: Model, *, unplanned: str, fullgraph: bool, stop_grace_s: float, slots: Slots | None = None
+    ) -> None:
         self._model = model
+        self._slots = slots
         self._unplanned = unplanned
         # A region that is one graph is refused before any of it has run. One with graph breaks might be refused half
         # way, and to run it again from its start would be wrong where it changes a key-value cache, say.
@@ -71,10 +77,12 @@ class Served:
 
         Raises:
             UnplannedRequestError: it was not planned and WARMSTART_UNPLANNED is `reject`.
+            RequestError: a LoRA that it names cannot be read or does not fit; the model stays as it was.
         """
         tally = self._tally(request)
         # One lock round whatever may compile: Dynamo compiles in one thread at a time, and pipelines keep state.
         with _RUNNING, inductor.compiling(self._missing), self._counted(tally):
+            self._adapt(tally)
             outputs, tally.refused = self._run(request)
         return Result(outputs, tally.seconds, tally.graphs, self._why_slower(tally))
 
@@ -100,7 +108,23 @@ class Served:
                 f"the request {label!r} was not planned, so it might wait for a compile, which this server is"
                 f" set to refuse (WARMSTART_UNPLANNED=reject); planned are: {self._known()}."
             )
-        return _Tally(label, planned)
+        return _Tally(label, planned, loras=self._read(request))
+
+    def _read(self, request: Request) -> Fitted | None:
+        """The LoRAs of a request; also that there are none is something to be put in place of another request's."""
+        if self._slots is not None:
+            return self._slots.read(request.loras)
+        if request.loras:
+            raise RequestError(
+                "the request names a LoRA, and the model was compiled without room for any, so it would be ignored; set"
+                " WARMSTART_LORA_RANK to the largest rank that is to fit (the first boot with it compiles)."
+            )
+        return None
+
+    def _adapt(self, tally: _Tally) -> None:
+        """Has the model answer with the request's LoRAs and with no other's."""
+        if self._slots is not None and tally.loras is not None:
+            self._slots.put(tally.loras)
 
     @contextlib.contextmanager
     def _counted(self, tally: _Tally) -> Iterator[None]:
@@ -149,6 +173,9 @@ class Served:
         self._saver = saver
         self._planned = planned
         self._regions = regions
+        if self._slots is not None:
+            # What the boot filled them with is not for whoever calls the model by himself.
+            self._slots.put(self._slots.read(()))
         atexit.register(self.save, self._stop_grace_s)
 
     def save(self, timeout_s: float) -> bool:
@@ -226,6 +253,8 @@ class Stream:
         """Makes one token; None after the last."""
         served, tally = self._served, self._tally
         with _RUNNING, inductor.compiling(served._missing), served._counted(tally):
+            # Another request may have come in between.
+            served._adapt(tally)
             try:
                 piece = self._next()
             except RuntimeError as error:

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 PREFIX = "WARMSTART_"
 
+# A slot of this rank is as large as most layers themselves, so more is a slip.
+_MAX_LORA_RANK = 1024
+
 # Variables by which torch and attention are configured. They change what is compiled, so they are facts of the key ...
 _TORCH_PREFIXES = (
     "TORCHINDUCTOR_",
@@ -41,6 +44,15 @@ _NOT_FACTS = frozenset(
 )
 
 
+# Values that somebody who knows torch would expect, and what became of trying them.
+_TRIED = {
+    ("WARMSTART_STRATEGY", "hierarchical"): (
+        " Torch 2.13's nested_compile_region was tried for that: it gave wrong pictures for some blocks, without an"
+        " error (docs/decisions.md)."
+    )
+}
+
+
 class SettingsError(ValueError):
     """A setting has a value that cannot be used; the text names the variable, the value and what is allowed."""
 
@@ -62,6 +74,11 @@ class Settings:
     dtype: str = _setting(
         "auto", "Precision. auto: bfloat16 on a GPU, else float32.", choices=("auto", "float32", "bfloat16", "float16")
     )
+    quantize: str = _setting(
+        "none",
+        "Keep the weights of linear layers in 8 bits, as whole numbers or as floating-point ones.",
+        choices=("none", "int8", "fp8"),
+    )
     compile: str = _setting(
         "auto",
         "auto serves eager if compiling fails, required makes that a setup error, off never compiles.",
@@ -74,6 +91,12 @@ class Settings:
     )
     regions: tuple[str, ...] = _setting((), "Class names of the regions, comma-separated, in place of the found ones.")
     parts: tuple[str, ...] = _setting((), "Components to compile, comma-separated, in place of the denoisers.")
+    lora_rank: int = _setting(
+        0, "Room for LoRA weights in the linear layers, so that requests can name some; 0 makes none.", minimum=0
+    )
+    lora_targets: tuple[str, ...] = _setting(
+        (), "Layers with that room, by what their names end in, comma-separated, in place of all linear ones."
+    )
     mode: str = _setting(
         "default",
         "torch.compile's mode.",
@@ -146,6 +169,9 @@ class Settings:
         if self.device not in ("auto", "cpu", "cuda") and not self.device.removeprefix("cuda:").isdecimal():
             raise SettingsError(_bad("WARMSTART_DEVICE", self.device, "auto, cpu, cuda or cuda:N"))
 
+        if self.lora_rank > _MAX_LORA_RANK:
+            raise SettingsError(_bad("WARMSTART_LORA_RANK", str(self.lora_rank), f"0 to {_MAX_LORA_RANK}"))
+
     def check_model(self) -> None:
         """Refuses a model that is nowhere; not asked where the Predictor loads its own.
 
@@ -191,7 +217,8 @@ def _threads(environment: Mapping[str, str]) -> int:
 def _parse(variable: str, text: str, field: dataclasses.Field[Any]) -> Any:
     if choices := field.metadata["choices"]:
         if text not in choices:
-            raise SettingsError(_bad(variable, text, ", ".join(choices)))
+            tried = _TRIED.get((variable, text), "")
+            raise SettingsError(f"{_bad(variable, text, ', '.join(choices))}{tried}")
         return text
     if isinstance(field.default, bool):
         return _parse_bool(variable, text)

@@ -51,6 +51,12 @@ def change(path: Path, old: str, new: str) -> None:
         ({"WARMSTART_REGIONS": "FluxTransformerBlock"}, "regions is"),
         ({"WARMSTART_PARTS": "vae"}, "parts is"),
         ({"WARMSTART_STRATEGY": "whole"}, "strategy is"),
+        ({"WARMSTART_QUANTIZE": "int8"}, 'quantization is "int8" here, "none" there'),
+        ({"WARMSTART_LORA_RANK": "8"}, 'lora is "rank 8 in all linear layers" here, "none" there'),
+        (
+            {"WARMSTART_LORA_RANK": "8", "WARMSTART_LORA_TARGETS": "to_q,to_k"},
+            'lora is "rank 8 in to_q, to_k" here, "none" there',
+        ),
         ({"WARMSTART_MODEL_VERSION": "v2"}, "model is"),
     ],
 )

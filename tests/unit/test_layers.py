@@ -14,7 +14,7 @@ from project_tree import ROOT, commands
 HEAVY = ("torch", "triton", "diffusers", "transformers", "accelerate")
 # May load the frameworks, each in its own time; everything else must not, since the boot sets Inductor's
 # environment before torch is there, and `scripts/cache` answers in a moment.
-MAY_BE_HEAVY = {"blocks", "inductor", "models", "regions", "toolchain", "warmup"}
+MAY_BE_HEAVY = {"blocks", "inductor", "lora", "lora_files", "models", "quantize", "regions", "toolchain", "warmup"}
 
 ONE_WAY = "Imports flow one way"
 LIGHT = "load without torch"
@@ -80,6 +80,9 @@ def test_the_contracts_hold() -> None:
         ("regions", "import warmstart.warmup", ONE_WAY),
         ("regions", "import diffusers", PIPELINES),
         ("warmup", "import warmstart.cache", ONE_WAY),
+        ("lora_files", "import warmstart.lora", ONE_WAY),
+        ("lora", "import warmstart.store", COMPILERS),
+        ("lora", "import diffusers", PIPELINES),
         ("warmup", "import warmstart.key", COMPILERS),
         ("served", "import warmstart.boot", ONE_WAY),
         ("boot", "import diffusers", PIPELINES),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torch import nn
+    from torch import Tensor, nn
 
 
 class ModelError(RuntimeError):
@@ -20,6 +20,16 @@ class ModelError(RuntimeError):
 
 class RequestError(ValueError):
     """The model cannot answer this request; the text says why, and what to ask for."""
+
+
+@dataclass(frozen=True)
+class Lora:
+    """LoRA weights that a request is to be answered with; WARMSTART_LORA_RANK makes room for such."""
+
+    source: str | Path | Mapping[str, Tensor]
+    """A safetensors file, a directory as peft writes it, or tensors by the names that such a file has."""
+    scale: float = 1.0
+    """How strongly it counts: 0 is not at all, 1 as it was trained."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +42,8 @@ class Request:
     """Keyword arguments of the pipeline's `__call__`; of a language model, what `CausalModel` says."""
     seeds: tuple[int, ...] = (0,)
     """One seed per output, so that each picture is the same whatever its neighbours are."""
+    loras: tuple[Lora, ...] = ()
+    """What this request alone is answered with; several add up. They need no graphs of their own."""
 
     def graph_facts(self) -> str:
         """What of this request may decide its graphs: all but texts, seeds, and what tensors and pictures hold."""
@@ -82,6 +94,13 @@ class Model(Protocol):
 
     def run(self, request: Request) -> list[Any]:
         """Answers one request."""
+
+
+class LoraModel(Model, Protocol):
+    """A loaded model whose LoRA files have names of their own; that of others name a part and its layer."""
+
+    def lora_tensors(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors of a LoRA file by part and layer, "transformer.proj_out.lora_A.weight"."""
 
 
 class TextModel(Model, Protocol):

@@ -80,6 +80,10 @@ class CausalModel:
         """The label of the planned request whose length this one's prompt is padded to."""
         return self._labels[self._length(request, self._numbers(request))]
 
+    def lora_tensors(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """LoRA weights by part and layer; peft names them by the model that it wraps."""
+        return {f"model.{name.removeprefix('base_model.model.')}": tensor for name, tensor in tensors.items()}
+
     def run(self, request: Request) -> list[Any]:
         """Writes the whole text."""
         return ["".join(self.stream(request))]

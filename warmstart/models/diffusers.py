@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -14,7 +15,7 @@ from diffusers import DiffusionPipeline
 from warmstart.models import ModelError, Request
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 # The components that run once per denoising step; everything else runs once per picture.
 _DENOISERS = ("transformer", "transformer_2", "unet", "prior", "controlnet")
@@ -82,6 +83,22 @@ class DiffusersModel:
     def label(self, request: Request) -> str:
         """What the Predictor says."""
         return request.label
+
+    def lora_tensors(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """LoRA weights by component and layer; diffusers knows the formats of its own ages and of other trainers."""
+        convert: Any = getattr(self._pipeline, "lora_state_dict", None)
+        if convert is None:
+            return tensors
+        # It would leave these out with a warning.
+        if dora := [name for name in tensors if "dora_scale" in name]:
+            raise ModelError(f"{dora[0]} is of DoRA")
+        options = {"unet_config": self._pipeline.unet.config} if hasattr(self._pipeline, "unet") else {}
+        if "return_alphas" in inspect.signature(convert).parameters:
+            options["return_alphas"] = True
+        converted = convert(dict(tensors), **options)
+        # Some pipelines return the scales besides.
+        found, alphas = converted if isinstance(converted, tuple) else (converted, None)
+        return {**found, **{name: torch.as_tensor(alpha) for name, alpha in (alphas or {}).items()}}
 
     def run(self, request: Request) -> list[Any]:
         """Makes the outputs of one request in the order of its seeds: PIL images, of a video a list of them."""
