@@ -166,7 +166,7 @@ class Slots:
         who = " and ".join(lora_files.name_of(lora) for lora, _ in several)
         if sum(ranks) > self.rank:
             raise RequestError(
-                f"the LoRA {who} has rank {' + '.join(map(str, ranks))} at {name!r}, and the slots have rank"
+                f"the rank of {who} is {' + '.join(map(str, ranks))} at {name!r}, and the slots have rank"
                 f" {self.rank}, which the compiled code is made for; set WARMSTART_LORA_RANK={sum(ranks)} or more (the"
                 " first boot with it compiles), or give LoRAs of a smaller rank."
             )
@@ -176,7 +176,7 @@ class Slots:
         if not (down.isfinite().all() and up.isfinite().all()):
             raise RequestError(
                 f"the LoRA {who} has numbers at {name!r} that {str(dtype).removeprefix('torch.')} cannot hold (NaN or"
-                " infinite), which would spoil every output; give a smaller scale or another file."
+                " infinite, at this scale), which would spoil every output; give another file, or a smaller scale."
             )
         return down, up
 
@@ -248,7 +248,7 @@ def _identity(loras: Sequence[Lora]) -> object:
     """What tells whether the same files were asked for before, unchanged, at the same scales."""
     try:
         return tuple((_state(lora.source), float(lora.scale)) for lora in loras)
-    except (OSError, TypeError, ValueError):
+    except (OSError, TypeError, ValueError, OverflowError):
         return None
 
 
@@ -258,4 +258,5 @@ def _state(source: object) -> tuple[object, ...]:
     path = Path(str(source))
     files = sorted(path.glob("adapter_*")) if path.is_dir() else [path, path.with_name("adapter_config.json")]
     stats = [(file.absolute(), file.stat()) for file in files if file.exists()]
-    return tuple((place, stat.st_mtime_ns, stat.st_size, stat.st_ino) for place, stat in stats)
+    # The time of change too, which nobody can set back.
+    return tuple((place, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size, stat.st_ino) for place, stat in stats)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import numbers
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -32,7 +35,11 @@ _ALPHA = re.compile(r"(.+?)(?:\.lora_A|\.lora\.down)?(?:\.weight)?\.alpha")
 # Diffusion: "attn1.processor.to_q_lora.down" for a factor of "attn1.to_q".
 _IN_PROCESSOR = re.compile(r"\.processor\.(to_[qkv]|to_out)_lora\.")
 # What peft's options of a LoRA change, other than its scale: none of it is a sum of two products.
-_OTHER_KINDS = ("use_dora", "lora_bias", "use_bdlora")
+_OTHER_KINDS = ("use_dora", "lora_bias", "use_bdlora", "use_qalora", "alora_invocation_tokens", "layer_replication")
+# Ways to begin that take something out of the model's own weights, so that the two factors are not all there is.
+_OTHER_STARTS = ("pissa", "olora", "corda", "loftq")
+# A pattern is a name, or names with an "or" between; others could take for ever to match.
+_PLAIN_PATTERN = re.compile(r"[\w.\-^$|\\]*")
 
 
 @dataclass(frozen=True)
@@ -68,7 +75,9 @@ class _Raw:
 
 def name_of(lora: Lora) -> str:
     """What errors call it."""
-    return "given as tensors" if isinstance(lora.source, Mapping) else repr(Path(lora.source).name)
+    if isinstance(lora.source, Mapping):
+        return "given as tensors"
+    return repr(str(lora.source).rpartition("/")[2][:100])
 
 
 def read(lora: Lora, convert: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> dict[str, Factors]:
@@ -81,7 +90,23 @@ def read(lora: Lora, convert: Callable[[dict[str, Tensor]], dict[str, Tensor]]) 
     Raises:
         RequestError: it cannot be read, or is something other than LoRA weights of linear layers.
     """
-    if not (isinstance(lora.scale, (int, float)) and math.isfinite(lora.scale)):
+    try:
+        return _read(lora, convert)
+    except RequestError:
+        raise
+    # The boundary: a stranger's file. Whatever it makes Python raise, that file is what is wrong.
+    except Exception as error:
+        # Without the path that an OSError tells: who asks need not know where the server keeps files.
+        cause = (isinstance(error, OSError) and error.strerror) or sentence(error)
+        raise RequestError(
+            f"the LoRA {name_of(lora)} cannot be used ({cause}), so the request cannot be answered as it was"
+            " asked; give a safetensors file, or a directory, as peft or diffusers save it."
+        ) from error
+
+
+def _read(lora: Lora, convert: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> dict[str, Factors]:
+    # NumPy's numbers are real ones too.
+    if not (isinstance(lora.scale, (int, float, numbers.Real)) and math.isfinite(lora.scale)):
         raise RequestError(
             f"the LoRA {name_of(lora)} has scale {lora.scale!r}, which no weight can be multiplied with; give a finite"
             " number, 1 for the LoRA as it was trained."
@@ -107,23 +132,40 @@ def _open(lora: Lora, path: Path) -> _Raw:
         path = path / "adapter_model.safetensors"
     if not path.is_file():
         raise RequestError(
-            f"the LoRA {name_of(lora)} is not there ({path.name} is no file), so the request cannot be answered as it"
-            " was asked; check the path, and whether the download went well."
+            f"the LoRA {name_of(lora)} is not there ({path.name or 'nothing'} is no file), so the request cannot be"
+            " answered as it was asked; check the path, which must be one on this machine."
+        )
+    if not os.access(path, os.R_OK):
+        raise RequestError(
+            f"the LoRA {name_of(lora)} may not be read by this process, so the request cannot be answered as it was"
+            " asked; give the server the right to read it."
         )
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no dictionary
             options = _by_part(json.loads((file.metadata() or {}).get("lora_adapter_metadata", "{}")))
-        # peft keeps alpha beside the weights.
-        beside = path.with_name("adapter_config.json")
-        if beside.is_file():
-            options[""] = json.loads(beside.read_text(encoding="utf-8"))
     except (SafetensorError, OSError, ValueError, AttributeError) as error:
         raise RequestError(
             f"the LoRA {name_of(lora)} cannot be read as safetensors ({sentence(error)}), and other formats can run"
             " code when they are read; give a whole .safetensors file."
         ) from error
+    # peft keeps alpha beside the weights.
+    beside = path.with_name("adapter_config.json")
+    if beside.is_file():
+        options[""] = _peft_options(lora, beside)
     return _Raw(tensors, options)
+
+
+def _peft_options(lora: Lora, path: Path) -> dict[str, Any]:
+    options: Any = None
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        options = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(options, dict):
+        raise RequestError(
+            f"the LoRA {name_of(lora)} has an {path.name} beside it that is no JSON object, and which says how strongly"
+            " the weights count; save the LoRA anew, or take that file away."
+        )
+    return options
 
 
 def _by_part(flat: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -168,11 +210,19 @@ def _paired(lora: Lora, tensors: dict[str, Tensor]) -> dict[str, _Parts]:
     return pairs
 
 
+def _other_kind(said: dict[str, Any]) -> str:
+    """What of a LoRA's options makes it more than two factors; "" if nothing does."""
+    start = str(said.get("init_lora_weights") or "").lower()
+    if start.startswith(_OTHER_STARTS):
+        return f"init_lora_weights={start}"
+    return next((kind for kind in _OTHER_KINDS if said.get(kind)), "")
+
+
 def _scale(lora: Lora, layer: str, pair: _Parts, options: dict[str, dict[str, Any]]) -> float:
     """The LoRA's own scale of a layer, alpha over rank, times the one that is asked for."""
     part, _, name = layer.partition(".")
     said = options.get(part) or options.get("") or {}
-    if other := next((kind for kind in _OTHER_KINDS if said.get(kind)), ""):
+    if other := _other_kind(said):
         raise RequestError(
             f"the LoRA {name_of(lora)} was made with {other}, which is more than the two factors that can be loaded;"
             " train or export it without."
@@ -181,6 +231,11 @@ def _scale(lora: Lora, layer: str, pair: _Parts, options: dict[str, dict[str, An
     rank = pair.down.shape[0]
     # The longest pattern first, as an exact name is longer than what it ends in.
     patterns = sorted((said.get("alpha_pattern") or {}).items(), key=lambda item: -len(item[0]))
+    if odd := next((pattern for pattern, _ in patterns if not _PLAIN_PATTERN.fullmatch(pattern)), ""):
+        raise RequestError(
+            f"the LoRA {name_of(lora)} has alpha_pattern {odd[:100]!r}, which is more than names of layers, and might"
+            " take for ever to match; name the layers one by one."
+        )
     special = (value for pattern, value in patterns if re.fullmatch(rf"(.*\.)?({pattern})", name))
     alpha = pair.alpha if pair.alpha is not None else next(special, said.get("lora_alpha", rank))
     return float(lora.scale) * float(alpha) / (math.sqrt(rank) if said.get("use_rslora") else rank)

@@ -1,13 +1,16 @@
 """LoRA slots without a compile: what fits adds what peft would add, what does not is refused and changes nothing."""
 
 import json
+import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import adapting
+import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 from torch import nn
 
 import warmstart
@@ -193,7 +196,7 @@ def broken(path: Path, how: str) -> object:
         ("text", r"'some\.safetensors' cannot be read as safetensors .*give a whole \.safetensors file"),
         ("cut short", r"cannot be read as safetensors"),
         ("pickle", r"cannot be read as safetensors .*other formats can run code"),
-        ("config", r"cannot be read as safetensors \(JSONDecodeError"),
+        ("config", r"has an adapter_config\.json beside it that is no JSON object.*save the LoRA anew"),
         ("dora config", r"made with use_dora, which is more than the two factors.*train or export it without"),
         ("no lora", r"holds no LoRA weights, so it would change nothing"),
     ],
@@ -209,8 +212,52 @@ def test_a_file_that_cannot_be_used_is_one_error_and_changes_nothing(
     assert torch.equal(added(slots)["net.up"], before["net.up"])
 
 
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ('{"lora_alpha": null}', "cannot be used"),
+        ('{"lora_alpha": "x"}', "cannot be used"),
+        ('{"alpha_pattern": {"up": null}}', "cannot be used"),
+        ('{"alpha_pattern": [1]}', "cannot be used"),
+        ('{"alpha_pattern": {"(a+)+$": 2}}', "which is more than names of layers"),
+        ("[1]", "is no JSON object"),
+        ("[" * 100_000, "is no JSON object"),
+        ('{"init_lora_weights": "pissa_niter_4"}', "made with init_lora_weights=pissa_niter_4"),
+        ('{"alora_invocation_tokens": [1]}', "made with alora_invocation_tokens"),
+        ('{"use_qalora": true}', "made with use_qalora"),
+    ],
+)
+def test_peft_s_options_that_cannot_be_followed_are_one_error(
+    slots: Slots, tmp_path: Path, config: str, words: str
+) -> None:
+    save_file(weights(), tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(config)
+    with pytest.raises(RequestError, match=re.escape(words)):
+        slots.read([warmstart.Lora(tmp_path)])
+
+
+@pytest.mark.parametrize("source", ["x" * 300, "a\0b", None, 3, b"a", "", {"net.up.lora_A.weight": [1.0]}])
+def test_a_source_that_is_none_is_one_error(slots: Slots, source: object) -> None:
+    with pytest.raises(RequestError, match=r"the LoRA .*; (check|give|save)"):
+        slots.read([warmstart.Lora(source)])  # type: ignore[arg-type]
+
+
+def test_a_file_overwritten_with_its_old_time_and_size_is_read_anew(slots: Slots, tmp_path: Path) -> None:
+    file = tmp_path / "a.safetensors"
+    save_file(weights(), file)
+    before = file.stat()
+    slots.put(slots.read([warmstart.Lora(file)]))
+    changed = save({name: tensor * 2 for name, tensor in weights().items()})
+    assert len(changed) == before.st_size
+    with file.open("r+b") as writing:
+        writing.write(changed)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    first, second = added(slots)["net.up"], put(slots, warmstart.Lora(file))["net.up"]
+    assert torch.allclose(second, first * 4)
+
+
 BAD = {
-    "rank": (weights(rank=5), r"has rank 5 at 'net\.up', and the slots have rank 4, .*set WARMSTART_LORA_RANK=5"),
+    "rank": (weights(rank=5), r"is 5 at 'net\.up', and the slots have rank 4, .*set WARMSTART_LORA_RANK=5"),
     "layer": (weights("net.side"), r"changes 'net\.side', which this model does not have, so it belongs to another"),
     "norm": (weights("net.norm"), r"changes 'net\.norm', which has no slot.*WARMSTART_LORA_TARGETS"),
     "part": (weights("text_encoder.up"), r"changes 'text_encoder\.up', and there are slots in net only; .*_PARTS"),
@@ -243,7 +290,7 @@ def test_weights_that_do_not_fit_are_one_error_and_change_nothing(slots: Slots, 
 
 
 def test_ranks_of_several_add_up(slots: Slots) -> None:
-    with pytest.raises(RequestError, match=r"has rank 2 \+ 3 at 'net\.up', and the slots have rank 4"):
+    with pytest.raises(RequestError, match=r"is 2 \+ 3 at 'net\.up', and the slots have rank 4"):
         slots.read([warmstart.Lora(weights()), warmstart.Lora(weights(rank=3))])
 
 
@@ -251,6 +298,14 @@ def test_ranks_of_several_add_up(slots: Slots) -> None:
 def test_a_scale_that_is_no_number_is_refused(slots: Slots, scale: object) -> None:
     with pytest.raises(RequestError, match=r"has scale .*give a finite number"):
         slots.read([warmstart.Lora(weights(), scale)])  # type: ignore[arg-type]
+
+
+def test_a_scale_beyond_all_floats_is_refused_and_one_of_numpy_s_is_used(slots: Slots) -> None:
+    with pytest.raises(RequestError, match="cannot be used"):
+        slots.read([warmstart.Lora(weights(), 10**400)])
+    whole = put(slots, warmstart.Lora(weights()))["net.up"]
+    half = put(slots, warmstart.Lora(weights(), np.float32(0.5)))["net.up"]  # type: ignore[arg-type]
+    assert torch.allclose(half, whole / 2)
 
 
 def test_half_precision_holds_what_it_can() -> None:
