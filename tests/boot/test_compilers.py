@@ -157,6 +157,25 @@ def test_what_is_not_in_the_cache_runs_uncompiled(boot, bare, right, tmp_path):
     assert booted.pictures == right
 
 
+AHEAD = """
+from warmstart import inductor
+real, begun = inductor.build_ahead, []
+inductor.build_ahead = lambda *given: begun.append(real(*given)) or begun[-1]
+"""
+
+
+def test_only_a_boot_that_must_compile_builds_the_header_ahead_and_no_boot_builds_it_twice(boot, tmp_path):
+    log = tmp_path / "log"
+    environment = broken(tmp_path, f'echo "$@" >> {log}')
+    for outcome, ahead, headers in (("cold", [True], 1), ("warm", [], 0)):
+        log.write_text("")
+        booted = boot(
+            tmp_path / "store", draw=SEVEN, before=ONE + AHEAD, after="answer = begun", environment=environment
+        )
+        assert (booted.report["outcome"], booted.after) == (outcome, ahead)
+        assert log.read_text().count("-x c++-header") == headers
+
+
 # --- The processor's test -------------------------------------------------------------------------------------------
 
 
