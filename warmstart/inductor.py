@@ -212,6 +212,22 @@ def kernels(live: Path) -> frozenset[str]:
     )
 
 
+_owner: object = None
+_runs = 0
+
+
+def run_for(owner: object) -> None:
+    """Says for whom the model's calls from here on are made; another one than before begins another run."""
+    global _owner, _runs  # of the process, as all of torch's state that runs depend on
+    if owner is not _owner:
+        _owner, _runs = owner, _runs + 1
+
+
+def run() -> int:
+    """The number of the present run: within one, what was true of the model is looked at less often."""
+    return _runs
+
+
 class Missing(enum.Enum):
     """What becomes of a call that needs a graph which is not there; the values are torch's stances."""
 

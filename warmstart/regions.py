@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from warmstart import blocks, inductor
+from warmstart import blocks, inductor, nested
 from warmstart.blocks import BlocksError
+from warmstart.guards import Guards
 from warmstart.inductor import Compile, Counts, Missing
 
 if TYPE_CHECKING:
@@ -43,6 +44,11 @@ class CompileOptions:
             "recompile_limit": self.recompile_limit,
         }
 
+    @property
+    def remembers_guards(self) -> bool:
+        """Whether compiled code can be called without torch: not where it goes on after a graph break, nor recorded."""
+        return self.fullgraph and self.mode in {"default", "max-autotune-no-cudagraphs"}
+
 
 # Of so many calls the fastest counts: others may have met whatever else the machine was doing.
 _ROUNDS = 3
@@ -62,6 +68,8 @@ class Region:
     part: str
     class_name: str
     modules: list[nn.Module] = field(repr=False)
+    nested: dict[str, list[nn.Module]] = field(default_factory=dict, repr=False)
+    """Blocks inside, by class, which the graph is to hold as sub-graphs."""
     calls: int = 0
     counts: Counts = field(default_factory=Counts)
     eager: bool = False
@@ -133,17 +141,23 @@ def find(part: str, module: nn.Module, *, strategy: str, wanted: Sequence[str] =
     Args:
         part: name of the component.
         module: the component.
-        strategy: "regional" for the repeated blocks, "whole" for the component itself.
+        strategy: "regional" for the repeated blocks, "whole" for the component itself, "hierarchical" for the component
+            itself with the repeated blocks as sub-graphs.
         wanted: class names in place of those that are found. A part that holds none of them has no region.
     """
     if strategy == "whole":
-        found = blocks.whole(module, "as WARMSTART_STRATEGY says")
-    else:
-        try:
-            found = blocks.find(module, wanted)
-        except BlocksError as error:
-            return Part(part, [], str(error))
+        return _as_one(part, module, {}, "as WARMSTART_STRATEGY says")
+    try:
+        found = blocks.find(module, wanted)
+    except BlocksError as error:
+        return Part(part, [], str(error))
+    if strategy == "hierarchical" and [module] not in found.groups.values():
+        return _as_one(part, module, found.groups, f"as one graph that holds {' and '.join(found.groups)}, {found.how}")
     return Part(part, [Region(part, name, modules) for name, modules in found.groups.items()], found.how)
+
+
+def _as_one(part: str, module: nn.Module, nested: dict[str, list[nn.Module]], how: str) -> Part:
+    return Part(part, [Region(part, type(module).__name__, [module], nested)], how)
 
 
 def compile_in_place(
@@ -159,12 +173,14 @@ def compile_in_place(
     inductor.keep_records()
     meter = _Meter(regions, options.recompile_limit, compiled_some)
     for region in regions:
+        nested.nest(region.nested)
         for module in region.modules:
             compiled = torch.compile(module.forward, **options.arguments())
             # What `Module.compile` sets, and `Module.__call__` uses. What the compiled code is given must be prepared
             # outside it, and hooks run outside it too: transformers collects hidden states by some that torch cannot
             # trace.
-            module._compiled_call_impl = _Call(region, module, compiled, meter)
+            guards = Guards(module) if options.remembers_guards else None
+            module._compiled_call_impl = _Call(region, module, compiled, meter, guards)
 
 
 def leave_uncompiled(regions: Sequence[Region]) -> None:
@@ -172,6 +188,7 @@ def leave_uncompiled(regions: Sequence[Region]) -> None:
     for region in regions:
         for module in region.modules:
             module._compiled_call_impl = None
+        nested.flatten(region.nested)
 
 
 def check_next_call(regions: Sequence[Region]) -> None:
@@ -260,8 +277,16 @@ class _Meter:
 class _Call:
     """What `Module.__call__` calls in place of the compiled code: prepares arguments, counts, checks."""
 
-    def __init__(self, region: Region, module: nn.Module, compiled: Callable[..., Any], meter: _Meter) -> None:
+    def __init__(
+        self,
+        region: Region,
+        module: nn.Module,
+        compiled: Callable[..., Any],
+        meter: _Meter,
+        guards: Guards | None = None,
+    ) -> None:
         self._region = region
+        self._guards = guards
         self._module = module
         self._eager: Callable[..., Any] = module._call_impl
         self._compiled = compiled
@@ -278,6 +303,9 @@ class _Call:
         kwargs = canonical(kwargs, seen)
         # The module may write into what it is given, so its eager self gets what it was before.
         kept = copy.deepcopy((args, kwargs)) if region.checking else None
+        guards = self._guards if kept is None and not self._has_hooks() else None
+        if guards and (code := guards.find(args, kwargs)):
+            return code(self._module, *args, **kwargs)
         try:
             output = self._covered(*args, **kwargs)
         except Exception:
@@ -286,6 +314,8 @@ class _Call:
         finally:
             if moved := self._meter.moved():
                 self._note(moved)
+        if guards and not (moved or region.full or region.uncovered):
+            guards.held()
         if region.checking and kept is not None:
             region.checking = False
             region.speeds += self._speed(kept)
@@ -334,10 +364,13 @@ class _Call:
             return
         yield Speed(*map(min, zip(*rounds, strict=True)))
 
+    def _has_hooks(self) -> bool:
+        return bool(self._module._forward_hooks or self._module._forward_pre_hooks)
+
     def _between_hooks(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the compiled code, and the module's hooks, if it has any, before and after it."""
         module = self._module
-        if not module._forward_hooks and not module._forward_pre_hooks:
+        if not self._has_hooks():
             return self._compiled(*args, **kwargs)
         own = vars(module).get("forward")
         module.forward = self._compiled

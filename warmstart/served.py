@@ -129,6 +129,7 @@ class Served:
     @contextlib.contextmanager
     def _counted(self, tally: _Tally) -> Iterator[None]:
         """Adds to a tally what is done inside, which goes on from where its request was."""
+        inductor.run_for(tally)
         before, started = inductor.graphs(), time.perf_counter()
         for region, why in zip(self._regions, tally.uncovered or [""] * len(self._regions), strict=True):
             region.uncovered = why
@@ -152,6 +153,7 @@ class Served:
     def rehearse(self, request: Request) -> None:
         """Answers a planned request during the boot, when compiling is allowed."""
         with _RUNNING, inductor.compiling(Missing.COMPILED):
+            inductor.run_for(object())
             self._model.run(request)
 
     def never_compile(self) -> None:

@@ -1,0 +1,333 @@
+"""Which calls need no evaluation of guards, and that each change which a guard would see is seen without one."""
+
+import contextlib
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+from warmstart import inductor, regions
+from warmstart.guards import Guards, _Watch
+from warmstart.regions import CompileOptions
+
+OPTIONS = CompileOptions(mode="default", dynamic=False, fullgraph=True, recompile_limit=64)
+FACTOR = 1.0
+
+
+class Helper:
+    """What a module may have beside modules, as diffusers' attention processors."""
+
+    def __init__(self) -> None:
+        self.added = 0.0
+        self.table = {"a": 0.0}
+
+
+class Slotted:
+    __slots__ = ("added",)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4))
+        self.helper = Helper()
+        self.scale = 1.0
+        self.terms = [0.0, 0.0]
+        self.names = {"x"}
+
+    def forward(self, x, more=None, *, flag=False, held=None):
+        y = self.inner(x) * self.scale * FACTOR + self.helper.added + self.helper.table["a"] + self.terms[1]
+        if more is not None:
+            y = y + (more["t"][0] if isinstance(more, dict) else more)
+        if held is not None:
+            y = y + held.added
+        if "y" in self.names:
+            y = y + 3
+        return -y if flag else y
+
+
+class Counting(nn.Module):
+    """Its graph depends on what its last call left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.linear(x) * (1.0 if self.calls % 2 else 2.0)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_s_stance():
+    torch._dynamo.reset()
+    with inductor.compiling(inductor.Missing.COMPILED):
+        inductor.run_for(object())
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _no_kernels(monkeypatch):
+    """What compiles is Dynamo, as for real; what it makes runs as it is."""
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compiled(function, backend="eager", **options))
+
+
+class Watched:
+    """A compiled module, alone or one of several of a region, and how many of its calls torch saw."""
+
+    def __init__(self, module: nn.Module, *others: nn.Module) -> None:
+        if module._compiled_call_impl is None:
+            regions.compile_in_place([regions.Region("t", type(module).__name__, [module, *others])], OPTIONS)
+        self.module = module
+        self.call = module._compiled_call_impl
+        self.evaluated = 0
+        self._compiled = self.call._compiled
+        self.call._compiled = self._through_torch
+
+    def _through_torch(self, *args, **kwargs):
+        self.evaluated += 1
+        return self._compiled(*args, **kwargs)
+
+    def is_right(self, *args, **kwargs) -> bool:
+        got = self.module(*args, **kwargs)
+        return torch.equal(got, self.call._eager(*args, **kwargs))
+
+
+@pytest.fixture
+def watched() -> Watched:
+    """A block whose calls with one tensor of (2, 4) are known."""
+    found = Watched(Block())
+    for _ in range(2):  # the first one compiles
+        assert found.is_right(torch.ones(2, 4))
+    assert found.evaluated == 2
+    return found
+
+
+def test_within_a_run_guards_are_evaluated_once_for_each_kind_of_call(watched):
+    for value in (1.0, 2.0, 3.0):
+        assert watched.is_right(torch.full((2, 4), value))
+    assert watched.evaluated == 2
+
+
+def test_another_run_evaluates_them_anew(watched):
+    inductor.run_for(object())
+    assert watched.is_right(torch.ones(2, 4))
+    assert watched.is_right(torch.ones(2, 4))
+    assert watched.evaluated == 3
+
+
+def test_a_run_that_goes_on_does_not(watched):
+    owner = object()
+    for _ in range(3):
+        inductor.run_for(owner)
+        assert watched.is_right(torch.ones(2, 4))
+    assert watched.evaluated == 3
+
+
+CHANGES = {
+    "attribute": lambda block: setattr(block, "scale", 2.0),
+    "attribute of an object": lambda block: setattr(block.helper, "added", 5.0),
+    "item of a dictionary": lambda block: block.helper.table.update(a=1.0),
+    "item of a list": lambda block: block.terms.__setitem__(1, 4.0),
+    "set": lambda block: block.names.add("y"),
+    "another object": lambda block: setattr(block, "helper", type("Other", (Helper,), {"added": 2.0})()),
+    "another module": lambda block: block.inner.__setitem__(0, nn.Linear(4, 4)),
+    "one more module": lambda block: block.inner.append(nn.Linear(4, 4)),
+    "another parameter": lambda block: setattr(block.inner[0], "weight", nn.Parameter(torch.ones(4, 4))),
+    "no parameter": lambda block: setattr(block.inner[0], "bias", None),
+    "training": lambda block: block.eval(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_is_changed_within_a_run_counts_at_once(watched, change):
+    change(watched.module)
+    assert watched.is_right(torch.ones(2, 4))
+    assert watched.evaluated == 3
+
+
+def test_a_global_of_the_module_s_file_that_is_changed_within_a_run_counts_at_once(watched, monkeypatch):
+    monkeypatch.setitem(globals(), "FACTOR", 3.0)
+    assert watched.is_right(torch.ones(2, 4))
+    assert watched.evaluated == 3
+
+
+CALLS = {
+    "another shape": ((torch.ones(3, 4),), {}),
+    "another dtype": ((torch.ones(2, 4, dtype=torch.float64),), {}),
+    "one that wants gradients": ((torch.ones(2, 4, requires_grad=True),), {}),
+    "one more tensor": ((torch.ones(2, 4), torch.ones(2, 4)), {}),
+    "a tensor by name": ((torch.ones(2, 4),), {"more": torch.ones(2, 4)}),
+    "a number": ((torch.ones(2, 4), 2), {}),
+    "the number as another type": ((torch.ones(2, 4), 1.5), {}),
+    "a flag": ((torch.ones(2, 4),), {"flag": True}),
+    "a dictionary": ((torch.ones(2, 4), {"t": (torch.ones(2, 4),)}), {}),
+}
+
+
+@pytest.mark.parametrize(("args", "kwargs"), CALLS.values(), ids=CALLS)
+def test_another_kind_of_call_is_known_by_itself(watched, args, kwargs):
+    if args[0].dtype is torch.float64:
+        watched.module.double()
+    # Compiles and is known no sooner than that has been done once.
+    for evaluated in (3, 4, 4):
+        assert watched.is_right(*args, **kwargs)
+        assert watched.evaluated == evaluated
+
+
+def test_kinds_in_turn_each_get_their_own_code(watched):
+    """Torch has the code that it used last in front of a list; which one that is decides what is remembered."""
+    kinds = [((torch.randn(2, 4),), {"flag": flag}) for flag in (False, True)]
+    kinds += [((torch.randn(size, 4),), {}) for size in (3, 5, 7)]
+    for args, kwargs in kinds:
+        assert watched.is_right(*args, **kwargs)
+    for _ in range(3):
+        inductor.run_for(object())
+        for args, kwargs in [*kinds, *reversed(kinds)]:
+            assert watched.is_right(*args, **kwargs)
+    # Once each to compile, or to find what is there, and once in each of three runs.
+    assert watched.evaluated == 2 + len(kinds) + 3 * len(kinds)
+
+
+def test_instances_that_differ_each_get_their_own_code():
+    """They are of one class, and torch keeps the code of all of them in one list."""
+    modules = [Block() for _ in range(4)]
+    for number, module in enumerate(modules):
+        module.scale = float(number % 2 + 1)
+    blocks = [Watched(*modules), *map(Watched, modules[1:])]
+    for _ in range(4):
+        assert all(block.is_right(torch.ones(2, 4)) for block in blocks)
+    # Two graphs, each compiled by one, which finds it the next time, and found by another.
+    assert [block.evaluated for block in blocks] == [2, 2, 1, 1]
+
+
+def test_a_module_that_changes_itself_is_evaluated_each_time():
+    watched = Watched(Counting())
+    for calls in range(1, 9):
+        got = watched.module(torch.ones(2, 4))
+        assert torch.equal(got, watched.module.linear(torch.ones(2, 4)) * (1.0 if calls % 2 else 2.0))
+        assert watched.module.calls == watched.evaluated == calls
+
+
+def test_an_object_among_the_arguments_is_watched_too(watched):
+    held = Helper()
+    for evaluated in (3, 4, 4):
+        assert watched.is_right(torch.ones(2, 4), held=held)
+        assert watched.evaluated == evaluated
+    held.added = 2.0
+    assert watched.is_right(torch.ones(2, 4), held=held)
+    other = Helper()
+    other.added = 7.0
+    assert watched.is_right(torch.ones(2, 4), held=other)
+    assert watched.evaluated == 6
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+        torch.enable_grad,
+        lambda: torch.inference_mode(False),
+        lambda: torch.device("cpu"),
+    ],
+    ids=["autocast", "gradients", "no inference mode", "default device"],
+)
+def test_another_of_torch_s_modes_counts_at_once(watched, mode):
+    x = torch.ones(2, 4)
+    with mode():
+        assert watched.is_right(x)
+        assert watched.evaluated == 3
+    assert watched.is_right(x)
+
+
+def slotted(block: Block) -> None:
+    block.helper.more = Slotted()
+
+
+def closed(block: Block) -> None:
+    block.helper.more = (lambda value: lambda: value)(1)
+
+
+def partial(block: Block) -> None:
+    block.forward = functools.partial(Block.forward, block)
+
+
+def hooked(block: Block) -> None:
+    block.inner.register_forward_hook(lambda module, args, output: output)
+
+
+def large(block: Block) -> None:
+    block.helper.more = [{} for _ in range(2000)]
+
+
+@pytest.mark.parametrize("change", [slotted, closed, partial, hooked, large])
+def test_what_cannot_be_watched_is_evaluated_each_time(change):
+    block = Block()
+    change(block)
+    with contextlib.suppress(AssertionError):
+        watched = Watched(block)
+    for _ in range(4):
+        assert watched.is_right(torch.ones(2, 4))
+    assert watched.evaluated == 4
+
+
+def test_a_subclass_of_tensors_is_evaluated_each_time(watched):
+    class Odd(torch.Tensor):
+        pass
+
+    assert not Guards(watched.module).find((torch.ones(2, 4).as_subclass(Odd),), {})
+    assert watched.call._guards.find((torch.ones(2, 4),), {})
+
+
+def test_too_many_kinds_are_not_remembered(watched, monkeypatch):
+    monkeypatch.setattr("warmstart.guards._MOST_KINDS", 2)
+    for size in (3, 5, 7):
+        watched.module(torch.ones(size, 4))
+        watched.module(torch.ones(size, 4))
+    assert len(watched.call._guards._known) == 2
+
+
+@pytest.mark.parametrize(
+    ("mode", "fullgraph", "remembers"),
+    [
+        ("default", True, True),
+        ("max-autotune-no-cudagraphs", True, True),
+        # What follows a graph break is compiled code only if torch calls it.
+        ("default", False, False),
+        # Recorded graphs of a GPU: what torch does round the call was not tried without it.
+        ("reduce-overhead", True, False),
+        ("max-autotune", True, False),
+    ],
+)
+def test_only_where_all_of_a_call_is_in_its_code(mode, fullgraph, remembers):
+    options = CompileOptions(mode=mode, dynamic=False, fullgraph=fullgraph, recompile_limit=8)
+    assert options.remembers_guards is remembers
+
+
+def test_what_ran_uncompiled_is_not_remembered_as_compiled(watched):
+    """A kind of call that no graph covers, where none may be made."""
+    with inductor.no_more_graphs(inductor.Missing.REFUSED):
+        for evaluated in (3, 4):
+            assert watched.is_right(torch.ones(9, 4))
+            assert watched.evaluated == evaluated
+    assert len(watched.call._guards._known) == 1
+
+
+def test_a_version_of_torch_without_these_parts_evaluates_each_time(monkeypatch):
+    monkeypatch.setattr("warmstart.guards._HAS_PARTS", False)
+    watched = Watched(Block())
+    for _ in range(3):
+        assert watched.is_right(torch.ones(2, 4))
+    assert watched.evaluated == 3
+
+
+def test_a_watch_follows_what_refers_to_itself():
+    helper = Helper()
+    helper.itself = [helper]
+    watch = _Watch([helper])
+    assert watch.unchanged()
+    helper.itself.append(1)
+    assert not watch.unchanged()
