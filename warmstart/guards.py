@@ -9,7 +9,9 @@ changed. Knows torch's private parts, and nothing of regions; without those part
 
 from __future__ import annotations
 
+import functools
 import types
+import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -49,9 +51,9 @@ class _Watch:
     def __init__(self, roots: Iterable[Any]) -> None:
         self._dictionaries: dict[int, dict[Any, Any]] = {}
         self._lists: list[tuple[list[Any] | set[Any], list[Any], list[int]]] = []
-        self._seen: dict[int, Any] = {}
+        seen: set[int] = set()
         for root in roots:
-            self._follow(root)
+            self._follow(root, seen)
         self._watched = list(self._dictionaries.values())
         self._versions = list(map(_dict_version, self._watched))
 
@@ -62,38 +64,38 @@ class _Watch:
         # By identity: tensors have an equality of their own.
         return all([*map(id, now)] == before for now, _, before in self._lists)
 
-    def _follow(self, value: Any) -> None:
-        if isinstance(value, _FIXED) or id(value) in self._seen:
+    def _follow(self, value: Any, seen: set[int]) -> None:
+        if isinstance(value, _FIXED) or id(value) in seen:
             return
-        self._seen[id(value)] = value
+        seen.add(id(value))
         if isinstance(value, nn.Module):
             if value._forward_hooks or value._forward_pre_hooks:
                 raise _UnwatchableError
             self._add(getattr(type(value).forward, "__globals__", {}))
             self._add(attributes := vars(value))
             for item in (item for name, item in attributes.items() if not name.endswith(_NOT_GUARDED)):
-                self._follow(item)
+                self._follow(item, seen)
         elif isinstance(value, dict):
             self._add(value)
             for item in value.values():
-                self._follow(item)
+                self._follow(item, seen)
         elif isinstance(value, (list, set)):
             # What is in it is kept, so that nothing else gets its identity.
             self._lists.append((value, items := list(value), [*map(id, items)]))
             for item in items:
-                self._follow(item)
+                self._follow(item, seen)
         elif isinstance(value, (tuple, frozenset)):
             for item in value:
-                self._follow(item)
+                self._follow(item, seen)
         elif isinstance(value, types.FunctionType):
             if value.__closure__:
                 raise _UnwatchableError
             self._add(value.__globals__)
         elif isinstance(value, types.MethodType):
-            self._follow(value.__func__)
-            self._follow(value.__self__)
+            self._follow(value.__func__, seen)
+            self._follow(value.__self__, seen)
         elif hasattr(value, "__dict__") and not any(vars(kind).get("__slots__") for kind in type(value).__mro__):
-            self._follow(vars(value))
+            self._follow(vars(value), seen)
         else:
             raise _UnwatchableError
 
@@ -104,13 +106,16 @@ class _Watch:
 
 
 class _Known(NamedTuple):
-    """A kind of call whose guards held, and the code that torch ran for it."""
+    """A kind of call whose guards held, and what must still be as it was before the call that evaluated them."""
 
-    code: Callable[..., Any]
     state: Any
     """Torch's record of its global state: grad mode, autocast, determinism and so on."""
-    watches: tuple[_Watch, ...]
     ambient: tuple[Any, ...]
+    watches: tuple[_Watch, ...]
+    objects: tuple[weakref.ref[Any], ...]
+    """What was among the arguments. It is not kept: keys and values of a text may be most of a GPU's memory."""
+    code: Callable[..., Any] | None = None
+    """What torch ran for it."""
 
     def holds(self) -> bool:
         """Whether guards that held need not be evaluated again."""
@@ -128,7 +133,7 @@ class Guards:
         self._run = -1
         self._known: dict[tuple[Any, ...], _Known] = {}
         self._watch: _Watch | None = None
-        self._next: tuple[tuple[Any, ...], Any, tuple[_Watch, ...], tuple[Any, ...]] | None = None
+        self._next: tuple[tuple[Any, ...], _Known] | None = None
 
     def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
         """The compiled code to call with the module and these arguments; None if the guards must be evaluated.
@@ -152,34 +157,46 @@ class Guards:
         if known is not None and known.holds():
             return known.code
         # What is so now, before the call: the module may change itself in it, which the next call's guards have to see.
-        if (watches := self._watches(objects)) is not None:
-            self._next = signature, torch._C._dynamo.guards.GlobalStateGuard(), watches, _ambient()
+        try:
+            self._next = signature, self._present(signature, objects)
+        except (_UnwatchableError, TypeError):
+            self._forward = None  # nor will that be watchable later, and to find it out takes time
         return None
 
-    def held(self) -> None:
-        """Notes that torch found compiled code for the call that `find` was asked about last, and compiled nothing."""
-        if self._next is None or self._forward is None or len(self._known) >= _MOST_KINDS:
+    def called(self, covered: bool) -> None:
+        """Notes how the call went that `find` was asked about last.
+
+        Args:
+            covered: torch had compiled code for it, and compiled nothing.
+        """
+        (found, self._next), forward = (self._next, None), self._forward
+        if not covered or found is None or forward is None or len(self._known) >= _MOST_KINDS:
             return
         # Torch has the one that it used last in front.
-        entries = _entries(self._forward.__code__)
-        if not entries or (code := entries[0].code).co_freevars != self._forward.__code__.co_freevars:
+        entries = _entries(forward.__code__)
+        if not entries or (code := entries[0].code).co_freevars != forward.__code__.co_freevars:
             return
-        original = self._forward
         function = types.FunctionType(
-            code, original.__globals__, original.__name__, original.__defaults__, original.__closure__
+            code, forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__
         )
-        function.__kwdefaults__ = original.__kwdefaults__
-        signature, state, watches, ambient = self._next
-        self._known[signature] = _Known(function, state, watches, ambient)
+        function.__kwdefaults__ = forward.__kwdefaults__
+        signature, present = found
+        self._known[signature] = present._replace(code=function)
 
-    def _watches(self, objects: list[Any]) -> tuple[_Watch, ...] | None:
-        try:
-            if self._watch is None or not self._watch.unchanged():
-                self._watch = _Watch([self._module])
-            return (self._watch, _Watch(objects)) if objects else (self._watch,)
-        except _UnwatchableError:
-            self._forward = None  # nor will that be watchable later, and to find it out takes time
-            return None
+    def _present(self, signature: tuple[Any, ...], objects: list[Any]) -> _Known:
+        """What must stay as it is; raises `TypeError` for an object of which none can know when it is gone."""
+        if self._watch is None or not self._watch.unchanged():
+            self._watch = _Watch([self._module])
+        watches = (self._watch, _Watch(objects)) if objects else (self._watch,)
+        forget = functools.partial(_drop, weakref.ref(self), signature)
+        references = tuple(weakref.ref(item, forget) for item in objects)
+        return _Known(torch._C._dynamo.guards.GlobalStateGuard(), _ambient(), watches, references)
+
+
+def _drop(guards: weakref.ref[Guards], signature: tuple[Any, ...], _: object) -> None:
+    """Forgets a kind of call with an object that is gone: another one may get its identity."""
+    if (found := guards()) is not None:
+        found._known.pop(signature, None)
 
 
 def _function(module: nn.Module) -> types.FunctionType | None:
@@ -206,7 +223,7 @@ def _describe(value: Any, kind: list[Any], objects: list[Any]) -> bool:
     if cls in _CONSTANTS:
         kind.append(value)
         return True
-    if cls is tuple or cls is list:
+    if isinstance(value, tuple) or cls is list:
         kind.append(len(value))
         return all(_describe(item, kind, objects) for item in value)
     if cls is dict:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # Modules whose code decides the graphs, beside that of the model's family. A change in any other of ours leaves
 # compiled code as good as it was.
-_GRAPH_SOURCES = ("blocks.py", "inductor.py", "lora.py", "nested.py", "quantize.py", "regions.py")
+_GRAPH_SOURCES = ("blocks.py", "inductor.py", "lora.py", "quantize.py", "regions.py")
 
 
 # Of a model that load= loads, no more is known before it is loaded.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from warmstart import blocks, inductor, nested
+from warmstart import blocks, inductor
 from warmstart.blocks import BlocksError
 from warmstart.guards import Guards
 from warmstart.inductor import Compile, Counts, Missing
@@ -68,8 +68,6 @@ class Region:
     part: str
     class_name: str
     modules: list[nn.Module] = field(repr=False)
-    nested: dict[str, list[nn.Module]] = field(default_factory=dict, repr=False)
-    """Blocks inside, by class, which the graph is to hold as sub-graphs."""
     calls: int = 0
     counts: Counts = field(default_factory=Counts)
     eager: bool = False
@@ -141,23 +139,17 @@ def find(part: str, module: nn.Module, *, strategy: str, wanted: Sequence[str] =
     Args:
         part: name of the component.
         module: the component.
-        strategy: "regional" for the repeated blocks, "whole" for the component itself, "hierarchical" for the component
-            itself with the repeated blocks as sub-graphs.
+        strategy: "regional" for the repeated blocks, "whole" for the component itself.
         wanted: class names in place of those that are found. A part that holds none of them has no region.
     """
     if strategy == "whole":
-        return _as_one(part, module, {}, "as WARMSTART_STRATEGY says")
-    try:
-        found = blocks.find(module, wanted)
-    except BlocksError as error:
-        return Part(part, [], str(error))
-    if strategy == "hierarchical" and [module] not in found.groups.values():
-        return _as_one(part, module, found.groups, f"as one graph that holds {' and '.join(found.groups)}, {found.how}")
+        found = blocks.whole(module, "as WARMSTART_STRATEGY says")
+    else:
+        try:
+            found = blocks.find(module, wanted)
+        except BlocksError as error:
+            return Part(part, [], str(error))
     return Part(part, [Region(part, name, modules) for name, modules in found.groups.items()], found.how)
-
-
-def _as_one(part: str, module: nn.Module, nested: dict[str, list[nn.Module]], how: str) -> Part:
-    return Part(part, [Region(part, type(module).__name__, [module], nested)], how)
 
 
 def compile_in_place(
@@ -173,7 +165,6 @@ def compile_in_place(
     inductor.keep_records()
     meter = _Meter(regions, options.recompile_limit, compiled_some)
     for region in regions:
-        nested.nest(region.nested)
         for module in region.modules:
             compiled = torch.compile(module.forward, **options.arguments())
             # What `Module.compile` sets, and `Module.__call__` uses. What the compiled code is given must be prepared
@@ -188,7 +179,6 @@ def leave_uncompiled(regions: Sequence[Region]) -> None:
     for region in regions:
         for module in region.modules:
             module._compiled_call_impl = None
-        nested.flatten(region.nested)
 
 
 def check_next_call(regions: Sequence[Region]) -> None:
@@ -306,16 +296,18 @@ class _Call:
         guards = self._guards if kept is None and not self._has_hooks() else None
         if guards and (code := guards.find(args, kwargs)):
             return code(self._module, *args, **kwargs)
+        covered = False
         try:
             output = self._covered(*args, **kwargs)
+            covered = not (region.full or region.uncovered)
         except Exception:
             region.broke = True
             raise
         finally:
             if moved := self._meter.moved():
                 self._note(moved)
-        if guards and not (moved or region.full or region.uncovered):
-            guards.held()
+            if guards:
+                guards.called(covered and not moved)
         if region.checking and kept is not None:
             region.checking = False
             region.speeds += self._speed(kept)

@@ -23,7 +23,7 @@ NEAR = (0.02, 0.002)
 
 def recipe() -> tuple[str, str]:
     """The lines that docs/your-model.md has a reader add to predict.py: among the inputs, and in the body."""
-    section = (ROOT / "docs/your-model.md").read_text().split("\n## LoRA\n")[1]
+    section = (ROOT / "docs/your-model.md").read_text().split("\n## LoRA\n")[1].split("\n## ")[0]
     [block] = [code for code in section.split("```python\n")[1:] if "def run(" in code]
     _, inputs, body = block.split("```")[0].split("        ...\n")
     return inputs.split("    ) ->")[0], body

@@ -2,6 +2,9 @@
 
 import contextlib
 import functools
+import gc
+import weakref
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -223,6 +226,31 @@ def test_an_object_among_the_arguments_is_watched_too(watched):
     other.added = 7.0
     assert watched.is_right(torch.ones(2, 4), held=other)
     assert watched.evaluated == 6
+
+
+def test_an_object_among_the_arguments_is_not_kept(watched):
+    """Keys and values of the last text may be most of a GPU's memory."""
+    held = Helper()
+    held.tensor = torch.ones(2, 4)
+    for _ in range(2):
+        watched.module(torch.ones(2, 4), held=held)
+    known = len(watched.call._guards._known)
+    gone = weakref.ref(held.tensor)
+    del held
+    gc.collect()
+    assert gone() is None
+    assert len(watched.call._guards._known) == known - 1
+
+
+def test_a_named_tuple_or_a_size_among_the_arguments_is_looked_into(watched):
+    class Pair(NamedTuple):
+        t: tuple
+        size: torch.Size
+
+    for value, evaluated in ((1.0, 3), (2.0, 4), (3.0, 4)):
+        pair = Pair((torch.full((2, 4), value),), torch.Size([2]))
+        assert watched.is_right(torch.ones(2, 4), {"t": pair.t, "s": pair.size, "p": pair})
+        assert watched.evaluated == evaluated
 
 
 @pytest.mark.parametrize(
