@@ -152,7 +152,7 @@ class CausalModel:
         )
 
 
-class _Slots(StaticLayer):  # type: ignore[no-untyped-call]
+class _Slots(StaticLayer):  # type: ignore[misc]
     """One layer's keys and values, each (1, heads, tokens, width), written from `cumulative_length` on.
 
     Unlike transformers' own it leaves that number alone, so a layer that is run twice (the self-check, a call that is
@@ -192,16 +192,16 @@ class _Slots(StaticLayer):  # type: ignore[no-untyped-call]
         return self.keys, self.values
 
 
-class _Alone(Cache):
+class _Alone(Cache):  # type: ignore[misc]
     """The slots of one layer. It does not ask for the layer's number, so torch does not guard on it."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        return self.layers[0].update(key_states, value_states)  # type: ignore[union-attr]
+        return self.layers[0].update(key_states, value_states)  # type: ignore[no-any-return]
 
 
-class _Buffers(Cache):
+class _Buffers(Cache):  # type: ignore[misc]
     """The slots of all layers.
 
     Attributes:
@@ -338,5 +338,5 @@ def _chooser(request: Request) -> Callable[[Tensor], int]:
 
 def _quiet() -> None:
     """Keeps bars, and a hint about torchvision, which no text needs, out of the setup log."""
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers.utils.logging.disable_progress_bar()
     logging.getLogger("transformers.utils.import_utils").setLevel(logging.ERROR)

@@ -111,5 +111,5 @@ class DiffusersModel:
 def _quiet() -> None:
     """Keeps bars and a hint about torchvision, which no picture needs here, out of the setup log."""
     diffusers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers.utils.logging.disable_progress_bar()
     logging.getLogger("transformers.utils.import_utils").setLevel(logging.ERROR)
