@@ -212,19 +212,23 @@ def kernels(live: Path) -> frozenset[str]:
     )
 
 
-_owner: object = None
+class Run:
+    """One answer of the model, in one piece or in several. Within it, what is true of the model is looked at less."""
+
+
+_latest: Run | None = None
 _runs = 0
 
 
-def run_for(owner: object) -> None:
-    """Says for whom the model's calls from here on are made; another one than before begins another run."""
-    global _owner, _runs  # of the process, as all of torch's state that runs depend on
-    if owner is not _owner:
-        _owner, _runs = owner, _runs + 1
+def run_for(owner: Run) -> None:
+    """Says that the model's calls from here on belong to `owner`; what is another one than before begins anew."""
+    global _latest, _runs  # of the process, as all of torch's state that runs depend on
+    if owner is not _latest:
+        _latest, _runs = owner, _runs + 1
 
 
 def run() -> int:
-    """The number of the present run: within one, what was true of the model is looked at less often."""
+    """A number for the present run; 0 before the first, as in a process that calls modules by itself."""
     return _runs
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from warmstart import blocks, inductor
 from warmstart.blocks import BlocksError
-from warmstart.guards import Guards
+from warmstart.guards import Asked, Guards
 from warmstart.inductor import Compile, Counts, Missing
 
 if TYPE_CHECKING:
@@ -293,21 +293,21 @@ class _Call:
         kwargs = canonical(kwargs, seen)
         # The module may write into what it is given, so its eager self gets what it was before.
         kept = copy.deepcopy((args, kwargs)) if region.checking else None
-        guards = self._guards if kept is None and not self._has_hooks() else None
-        if guards and (code := guards.find(args, kwargs)):
-            return code(self._module, *args, **kwargs)
-        covered = False
+        asked = None
+        if self._guards and kept is None and not self._has_hooks():
+            asked = self._guards.find(args, kwargs)
+            if asked and not isinstance(asked, Asked):
+                return asked(self._module, *args, **kwargs)
         try:
             output = self._covered(*args, **kwargs)
-            covered = not (region.full or region.uncovered)
         except Exception:
             region.broke = True
             raise
         finally:
             if moved := self._meter.moved():
                 self._note(moved)
-            if guards:
-                guards.called(covered and not moved)
+        if self._guards and isinstance(asked, Asked) and not (moved or region.full or region.uncovered):
+            self._guards.called(asked, args, kwargs)
         if region.checking and kept is not None:
             region.checking = False
             region.speeds += self._speed(kept)

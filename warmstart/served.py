@@ -44,6 +44,7 @@ class _Tally:
     """What of the model's own compiled code no graph covered, outside our regions."""
     loras: Fitted | None = field(default=None, repr=False)
     """What to put into the slots while it is answered; None where the model has none."""
+    run: inductor.Run = field(default_factory=inductor.Run, repr=False)
     uncovered: list[str] = field(default_factory=list)
     """For each region why a call of it ran uncompiled; "" if all were covered."""
 
@@ -129,7 +130,7 @@ class Served:
     @contextlib.contextmanager
     def _counted(self, tally: _Tally) -> Iterator[None]:
         """Adds to a tally what is done inside, which goes on from where its request was."""
-        inductor.run_for(tally)
+        inductor.run_for(tally.run)
         before, started = inductor.graphs(), time.perf_counter()
         for region, why in zip(self._regions, tally.uncovered or [""] * len(self._regions), strict=True):
             region.uncovered = why
@@ -153,7 +154,7 @@ class Served:
     def rehearse(self, request: Request) -> None:
         """Answers a planned request during the boot, when compiling is allowed."""
         with _RUNNING, inductor.compiling(Missing.COMPILED):
-            inductor.run_for(object())
+            inductor.run_for(inductor.Run())
             self._model.run(request)
 
     def never_compile(self) -> None:
