@@ -27,4 +27,4 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def cold(boot, shared_store: Path, pictures: Path) -> Booted:
     """The first boot ever of the default model."""
-    return boot(shared_store, draw=DRAWN, folder=str(pictures), threads=5)
+    return boot(shared_store, draw=DRAWN, folder=str(pictures), threads=2)

@@ -37,7 +37,7 @@ def test_after_cancels_at_random_the_next_calls_and_the_next_boot_are_right(
             answer = server.predict({}).body
             assert (answer["status"], answer["output"]) == ("succeeded", planned)
             assert answer["metrics"]["graphs_compiled"] == 0
-        for tokens in (*right, *range(10, 10 + CANCELS)):
+        for tokens in (*right, *range(11, 10 + CANCELS, 2)):
             right[tokens] = server.predict({"tokens": tokens}).body["output"]
             # Once it was answered in full, the same again compiles nothing.
             again = server.predict({"tokens": tokens}).body
