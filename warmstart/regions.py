@@ -296,9 +296,9 @@ class _Call:
         asked = None
         if self._guards and kept is None and not self._has_hooks():
             asked = self._guards.find(args, kwargs)
+        try:
             if asked and not isinstance(asked, Asked):
                 return asked(self._module, *args, **kwargs)
-        try:
             output = self._covered(*args, **kwargs)
         except Exception:
             region.broke = True

@@ -459,3 +459,17 @@ def test_nothing_of_a_call_is_kept(watched):
     del tensor
     gc.collect()
     assert gone() is None
+
+
+def test_a_call_that_fails_in_the_remembered_code_is_the_region_s(watched, monkeypatch):
+    """By that the boot knows which part to serve uncompiled."""
+
+    def fail(*_):
+        raise ValueError("in the code")
+
+    guards, x = watched.call._guards, torch.ones(2, 4)
+    [(signature, known)] = guards._known.items()
+    guards._known[signature] = known._replace(code=fail)
+    with pytest.raises(ValueError, match="in the code"):
+        watched.module(x)
+    assert watched.call._region.broke
