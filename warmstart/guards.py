@@ -75,7 +75,7 @@ class _Watch:
             [*map(_dict_version, self._all)],
             [*map(type, self._instances)],
             # `Module.to` puts other data in a parameter, and no dictionary changes.
-            [(tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad) for tensor in self._parameters],
+            [(item.shape, item.stride(), item.dtype, item.device, item.requires_grad) for item in self._parameters],
             # By identity: tensors have an equality of their own.
             [[*map(id, items)] for items in self._lists],
         )
@@ -88,6 +88,7 @@ class _Watch:
         if self._count > _MOST_WATCHED:
             raise _UnwatchableError
         if kind is torch.Tensor or kind is nn.Parameter:
+            self._require(_is_plain(value))
             self.tensors[id(value)] = value
         elif kind is types.FunctionType:
             self._follow_function(value)
@@ -131,8 +132,9 @@ class _Watch:
             raise _UnwatchableError
 
 
-def _of_library(module: str) -> bool:
-    return module.partition(".")[0] in LIBRARIES
+def _of_library(module: Any) -> bool:
+    # A function that was made by `exec` may have none.
+    return isinstance(module, str) and module.partition(".")[0] in LIBRARIES
 
 
 class Asked(NamedTuple):
@@ -141,14 +143,16 @@ class Asked(NamedTuple):
     signature: tuple[Any, ...]
     state: Any
     """Torch's record of its global state: grad mode, autocast, determinism and so on."""
-    ambient: tuple[Any, ...]
+    inference: bool
+    """Whether it was in inference mode, which is not in that record."""
     watch: _Watch
     code: Callable[..., Any] | None = None
     """What torch ran for it."""
 
     def holds(self) -> bool:
         """Whether guards that held need not be evaluated again."""
-        return bool(self.state.check()) and self.ambient == _ambient() and self.watch.unchanged()
+        inference = torch.is_inference_mode_enabled()
+        return bool(self.state.check()) and self.inference is inference and self.watch.unchanged()
 
 
 class Guards:
@@ -174,7 +178,7 @@ class Guards:
             what `called` is to be given afterwards; None if the call is nothing to be remembered.
         """
         run = inductor.run()
-        if self._forward is None or not run:
+        if self._forward is None or not run or _in_a_mode():
             return None
         if self._run != run:
             self._run = run
@@ -193,7 +197,8 @@ class Guards:
         # A parameter of the module that is an argument too is one input to torch.
         if watch is None or not watch.tensors.keys().isdisjoint(tensors):
             return None
-        return Asked(signature, torch._C._dynamo.guards.GlobalStateGuard(), _ambient(), watch)
+        state = torch._C._dynamo.guards.GlobalStateGuard()
+        return Asked(signature, state, torch.is_inference_mode_enabled(), watch)
 
     def called(self, asked: Asked, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Notes that a call went well and had nothing compiled; by which code, torch is asked.
@@ -224,8 +229,8 @@ class Guards:
             if self._changes > _MOST_CHANGES:
                 raise _UnwatchableError
             self._watch = _Watch(self._module)
-        # RecursionError: something is nested too deep.
-        except (_UnwatchableError, RecursionError):
+        # The boundary: an object may do anything when it is looked at, and something may be nested too deep.
+        except Exception:  # noqa: BLE001
             self._forward = self._watch = None  # for good: to find that out each time takes time
             self._known.clear()
         return self._watch
@@ -247,7 +252,7 @@ def _describe(value: Any, kind: list[Any], tensors: list[int]) -> bool:
     """
     cls = type(value)
     if cls is torch.Tensor:
-        if value.layout is not torch.strided or value.__dict__:
+        if value.__dict__ or not _is_plain(value):
             return False
         tensors.append(id(value))
         kind += (value.shape, value.dtype, value.device, value.requires_grad, value.is_inference())
@@ -264,9 +269,14 @@ def _describe(value: Any, kind: list[Any], tensors: list[int]) -> bool:
     return False
 
 
-def _ambient() -> tuple[Any, ...]:
-    """What guards look at of torch's modes, beside its global state."""
-    return torch.is_inference_mode_enabled(), torch._C._len_torch_function_stack()
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its elements are in memory as its strides, shape and dtype say."""
+    return tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _in_a_mode() -> bool:
+    """Whether something stands between calls and what they do: a default device, vmap. Torch guards on what it is."""
+    return bool(torch._C._len_torch_function_stack()) or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _from_entries() -> bool:

@@ -156,6 +156,7 @@ CHANGES = {
     "training": lambda block: block.eval(),
     "precision": lambda block: block.to(torch.bfloat16),
     "gradients": lambda block: block.requires_grad_(False),
+    "strides": lambda block: setattr(block.inner[0].weight, "data", block.inner[0].weight.data.t()),
     "class": lambda block: setattr(block.inner[0], "__class__", Doubling),
 }
 
@@ -236,6 +237,8 @@ ODD = {
     "a subclass of tensors": lambda block: torch.ones(2, 4).as_subclass(Odd),
     "a parameter": lambda block: nn.Parameter(torch.ones(2, 4)),
     "a tensor with an attribute": lambda block: marked(torch.ones(2, 4)),
+    "a conjugate": lambda block: torch.ones(2, 4, dtype=torch.complex64).conj(),
+    "a negative view": lambda block: torch._neg_view(torch.ones(2, 4)),
     "a sparse tensor": lambda block: torch.ones(2, 4).to_sparse(),
     "one of its own": lambda block: block.own,
 }
@@ -325,7 +328,45 @@ def foreign(block: Block) -> None:
     block.helper.more = argparse.Namespace()
 
 
-@pytest.mark.parametrize("change", [slotted, closed, partial, applied, hooked, large, deep, queued, proxied, foreign])
+def generating(block: Block) -> None:
+    block.helper.more = torch.Generator()
+
+
+def from_nowhere(block: Block) -> None:
+    block.helper.more = lambda: None
+    block.helper.more.__module__ = None
+
+
+def touchy(block: Block) -> None:
+    class Touchy:
+        __module__ = __name__
+
+        @property
+        def __dict__(self):
+            raise ValueError("do not look")
+
+    block.helper.more = Touchy()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        slotted,
+        closed,
+        partial,
+        applied,
+        hooked,
+        large,
+        deep,
+        queued,
+        proxied,
+        foreign,
+        from_nowhere,
+        touchy,
+        generating,
+        scripted,
+    ],
+)
 def test_what_cannot_be_watched_is_evaluated_each_time(change):
     block = Block()
     change(block)
@@ -355,6 +396,16 @@ def test_blocks_of_diffusers_are_remembered(monkeypatch):
         got, want = watched.module(**given), watched.call._eager(**given)
         assert all(torch.equal(have, need) for have, need in zip(got, want, strict=True))
     assert watched.evaluated == 2
+
+
+def test_in_a_mode_each_call_is_evaluated(watched):
+    x = torch.ones(2, 4)
+    for evaluated in (3, 4):
+        with torch.device("cpu"):
+            assert watched.is_right(x)
+        assert watched.evaluated == evaluated
+    assert watched.call._guards.find((x,), {}) is not None
+    torch.vmap(lambda one: one if watched.call._guards.find((one,), {}) is None else pytest.fail("remembered"))(x)
 
 
 def test_a_module_that_changes_in_each_call_is_soon_looked_at_no_more(watched):
