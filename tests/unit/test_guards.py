@@ -364,7 +364,6 @@ def touchy(block: Block) -> None:
         from_nowhere,
         touchy,
         generating,
-        scripted,
     ],
 )
 def test_what_cannot_be_watched_is_evaluated_each_time(change):
