@@ -435,6 +435,7 @@ class Neighbour:
 
     process: subprocess.Popen[str]
     log: Path
+    started: float  # by the monotonic clock, as the next
     kill_at: float | None
     all_of_it: bool  # else the compilers that it started live on
 
@@ -449,7 +450,7 @@ def beside(campaign: Campaign, place: Place, count: int, at_once: int) -> None:
             while len(started) < count and len(running) < at_once:
                 # The last one is left alone, so that there is something to be warm by.
                 killed = len(started) < count - 1 and chance.random() < 0.6
-                running.append(start_neighbour(place, chance, len(started), campaign.life_s * at_once, killed))
+                running.append(start_neighbour(place, chance, len(started), campaign.life_s, killed))
                 started.append(running[-1])
             running = [item for item in running if not ended(campaign, place, item)]
             time.sleep(0.05)
@@ -478,8 +479,10 @@ def start_neighbour(place: Place, chance: random.Random, number: int, life_s: fl
             text=True,
             start_new_session=True,
         )
-    kill_at = time.monotonic() + chance.uniform(0, life_s) if killed else None
-    return Neighbour(process, log, kill_at, chance.random() < 0.5)
+    started = time.monotonic()
+    return Neighbour(
+        process, log, started, started + chance.uniform(0, life_s) if killed else None, chance.random() < 0.5
+    )
 
 
 def ended(campaign: Campaign, place: Place, item: Neighbour) -> bool:
@@ -500,6 +503,8 @@ def ended(campaign: Campaign, place: Place, item: Neighbour) -> bool:
     lines = item.log.read_text().splitlines()
     if item.process.returncode:
         raise Violation(f"a boot beside others failed: {' / '.join(lines[-5:])}")
+    # So that the next ones are killed within their lives, however fast the machine is.
+    campaign.life_s = time.monotonic() - item.started
     report, pictures = json.loads(lines[-1])
     campaign.judge(place, report, pictures, 0)
     return True
