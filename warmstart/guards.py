@@ -30,7 +30,7 @@ LIBRARIES = ("torch", "diffusers", "warmstart")
 _MOST_KINDS = 64
 # A module that leads to more than this is not watched: to look at it would cost what the guards do.
 _MOST_WATCHED = 1000
-# A module that has changed so often since it was last spared something changes in each call: to look takes time too.
+# A module that was found changed so often, and spared never since, is looked at no more: that takes time too.
 _MOST_CHANGES = 16
 
 _CONSTANTS = frozenset(

@@ -45,6 +45,37 @@ def test_what_grows_is_seen(soak, resident_bytes, files, graphs, words) -> None:
     assert [sentence.startswith(word) for sentence, word in zip(found, words, strict=True)] == [True] * len(words)
 
 
+class Nothing:
+    """In place of a server, where what is asked of it is made up."""
+
+    def __init__(self, *_, **__) -> None: ...
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_) -> None: ...
+
+    def setup_report(self):
+        return {"reason": "made up"}
+
+
+@pytest.mark.parametrize(("grows_for", "looks", "violations"), [(0, 1, 0), (1, 2, 0), (2, 3, 0), (3, 3, 1)])
+def test_memory_that_settles_is_not_lost_and_memory_that_goes_on_growing_is(
+    soak, monkeypatch, tmp_path, grows_for, looks, violations
+) -> None:
+    def watch(server, place, asked, seen) -> None:
+        step = 50_000 if len(seen.samples) < grows_for * soak.SAMPLES else 0
+        for _ in range(soak.SAMPLES):
+            seen.predictions += 10
+            resident = (seen.samples[-1].resident_bytes if seen.samples else 0) + step
+            seen.samples.append(soak.Sample(seen.predictions, resident, 7, 0))
+
+    monkeypatch.setattr(soak, "Server", Nothing)
+    monkeypatch.setattr(soak, "watch", watch)
+    found = soak.soak(tmp_path, 400, seed=1)
+    assert (found["looks"], len(found["violations"])) == (looks, violations), found
+
+
 def test_the_same_seed_asks_for_the_same_pictures(soak) -> None:
     first = soak.requests(50, 3)
     assert first == soak.requests(50, 3) != soak.requests(50, 4)

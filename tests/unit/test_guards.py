@@ -198,7 +198,7 @@ def test_another_kind_of_call_is_known_by_itself(watched, args, kwargs):
 
 
 def test_kinds_in_turn_each_get_their_own_code(watched):
-    """Torch has the code that it used last in front of a list; which one that is decides what is remembered."""
+    """Torch keeps the code of all of them in one list; whose guards accept a call decides what is remembered."""
     kinds = [((torch.randn(2, 4),), {"flag": flag}) for flag in (False, True)]
     kinds += [((torch.randn(size, 4),), {}) for size in (3, 5, 7)]
     for args, kwargs in kinds:
