@@ -53,6 +53,8 @@ _READY_S = 2.0
 _SLOWER, _LOST = 1.5, 0.1
 # Added to the restore's own deadline before the boot goes on without an answer.
 _ANSWER_S = 5.0
+# How long the imports wait for the restore at most: what a megabyte from a disk takes on a busy core.
+_HEAD_START_S = 0.15
 
 
 class CompileRequiredError(RuntimeError):
@@ -125,6 +127,15 @@ class _Restoring:
             return Restored(RestoreOutcome.FAILED, reason, seconds=self.deadline_s + _ANSWER_S)
         return self._result
 
+    def head_start(self) -> None:
+        """Lets it go first for a moment, in which a store on a disk has mostly been read.
+
+        Loading torch's libraries keeps all other Python threads from running for as long as it takes: a restore beside
+        it took 0.5 s where it takes 0.06 s alone.
+        """
+        if self._thread.ident is not None:
+            self._thread.join(_HEAD_START_S)
+
     def found_nothing(self) -> bool:
         """Whether it has ended already, and no store holds anything for this boot."""
         return self._result is not None and self._result.outcome is RestoreOutcome.NOTHING
@@ -181,6 +192,9 @@ class _Boot:
     def run(self) -> Served:
         tracing = self._begin_trace()
         restoring = self._start_restore()
+        if restoring is not None:
+            with self.clock.phase("restore"):
+                restoring.head_start()
         with self.clock.phase("imports"), process.uncollected():
             self._import(restoring)
         with self.clock.phase("weights"):

@@ -1,41 +1,50 @@
-"""Spares the later calls of a module within one run of the model the evaluation of torch's guards.
+"""Spares most calls of a model's blocks the evaluation of torch's guards.
 
 Dynamo keeps for each code object what it compiled, and guards: what must still be so for the compiled code to be right.
 It evaluates them in each call, and those of a transformer's block look at hundreds of attributes: 0.3 to 0.5 ms of CPU
-time for each block and step, a tenth of what the reference transformer's blocks take, whatever the model's size. Here
-they are evaluated in the first call of a run, and in any later one for which something that they look at may have
-changed. Only for modules of torch and diffusers, which keep what they depend on in their attributes, and only for calls
-with plain arguments: what code of other origin depends on cannot be known. Knows torch's private parts, and nothing of
-regions; without those parts each call evaluates guards as before.
+time for each block and step, a tenth of what the reference transformer's blocks take, whatever the model's size. They
+look at three things, and here each is looked at where it can change:
+
+- The block's own attributes, and those of all that it leads to: by the versions of their dictionaries, before each
+  forward pass of the model; and before the call itself if anything but code of libraries ran since.
+- The arguments: in each call.
+- Classes and globals, which all blocks of one kind share: in each run of the model one block of the kind has all of its
+  guards evaluated by torch, and that goes for the others.
+
+A call for which all is as it was goes to the compiled graph itself (`direct`). Only for modules of torch and diffusers,
+which keep what they depend on in their attributes, and only for calls with plain arguments: what code of other origin
+depends on cannot be known. Knows torch's private parts, and nothing of regions; without those parts each call evaluates
+guards as before.
 """
 
 from __future__ import annotations
 
 import inspect
 import types
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import nn
 
-from warmstart import inductor
+from warmstart import direct, inductor
+from warmstart.arguments import CONSTANTS, Flat, canonical
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from warmstart.direct import Direct
+
 LIBRARIES = ("torch", "diffusers", "warmstart")
 """Top packages whose modules are known to depend on nothing but their attributes and their files' globals."""
 
-# More kinds of call than this in one run are not remembered: each evaluates the guards.
+# When so many kinds of call are known, all are forgotten: what the guards of each look at may be large.
 _MOST_KINDS = 64
 # A module that leads to more than this is not watched: to look at it would cost what the guards do.
 _MOST_WATCHED = 1000
 # A module that was found changed so often, and spared never since, is looked at no more: that takes time too.
 _MOST_CHANGES = 16
 
-_CONSTANTS = frozenset(
-    {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.Size}
-)
 _BUILT_IN = frozenset({dict, list, set, tuple, frozenset})
 # Attributes of a module which torch does not guard (hooks, and what of it is saved), and what calls the compiled code.
 _NOT_GUARDED = frozenset(name for name in vars(nn.Module()) if "_hooks" in name) | {
@@ -48,41 +57,25 @@ class _UnwatchableError(Exception):
     """Something can change that cannot be watched."""
 
 
-class _Watch:
-    """All that a module's guards may look at in its attributes, and how that was."""
+class _Walk:
+    """All that a module's guards may look at in its attributes."""
 
     def __init__(self, module: nn.Module) -> None:
         self.tensors: dict[int, torch.Tensor] = {}
-        self._dictionaries: dict[int, dict[Any, Any]] = {}
-        self._lists: list[list[Any] | set[Any]] = []
+        self.dictionaries: dict[int, dict[Any, Any]] = {}
+        self.lists: list[list[Any] | set[Any]] = []
         self._objects: dict[int, Any] = {}
         self._count = 0
         self._follow(module)
-        self._all = list(self._dictionaries.values())
-        self._instances = [item for item in self._objects.values() if type(item) not in _BUILT_IN]
-        self._parameters = list(self.tensors.values())
-        # Nothing else may get the identity of what was in a list.
-        self._kept = [list(items) for items in self._lists]
-        self._now = self._state()
+        self.instances = [item for item in self._objects.values() if type(item) not in _BUILT_IN]
 
-    def unchanged(self) -> bool:
-        """Whether nothing was set, added, removed or put in another's place since."""
-        return self._state() == self._now
-
-    def _state(self) -> tuple[Any, ...]:
-        return (
-            # CPython gives a dictionary another version with each change.
-            [*map(_dict_version, self._all)],
-            [*map(type, self._instances)],
-            # `Module.to` puts other data in a parameter, and no dictionary changes.
-            [(item.shape, item.stride(), item.dtype, item.device, item.requires_grad) for item in self._parameters],
-            # By identity: tensors have an equality of their own.
-            [[*map(id, items)] for items in self._lists],
-        )
+    def form(self) -> tuple[Any, ...]:
+        """What two modules have in common whose attributes have the same names, and objects of the same classes."""
+        return (*map(type, self._objects.values()), *[tuple(vars(item)) for item in self.instances])
 
     def _follow(self, value: Any) -> None:
         kind = type(value)
-        if kind in _CONSTANTS or id(value) in self._objects or id(value) in self.tensors:
+        if kind in CONSTANTS or id(value) in self._objects or id(value) in self.tensors:
             return
         self._count += 1
         if self._count > _MOST_WATCHED:
@@ -98,19 +91,19 @@ class _Watch:
 
     def _follow_object(self, value: Any, kind: type) -> None:
         if kind in (list, set):
-            self._lists.append(value)
+            self.lists.append(value)
         elif kind not in (tuple, frozenset):
             self._require(kind is dict or _of_library(kind.__module__))
             if isinstance(value, nn.Module):
-                self._require(not value._forward_hooks and not value._forward_pre_hooks)
+                self._require(not _has_hooks(value))
                 self._follow_function(type(value).forward)
             else:
                 self._require(kind is dict or not any(vars(base).get("__slots__") for base in kind.__mro__))
             if isinstance(value, dict):
-                self._dictionaries[id(value)] = value
+                self.dictionaries[id(value)] = value
                 self._follow_all(value.values())
             if kind is not dict:
-                self._dictionaries[id(vars(value))] = vars(value)
+                self.dictionaries[id(vars(value))] = vars(value)
                 skipped = _NOT_GUARDED if isinstance(value, nn.Module) else ()
                 self._follow_all([item for name, item in vars(value).items() if name not in skipped])
             return
@@ -124,12 +117,40 @@ class _Watch:
         """What a function depends on beside its arguments: the globals of its file. A closure may hold anything."""
         self._require(type(function) is types.FunctionType and _of_library(function.__module__))
         self._require(function.__closure__ is None)
-        self._dictionaries[id(function.__globals__)] = function.__globals__
+        self.dictionaries[id(function.__globals__)] = function.__globals__
 
     @staticmethod
     def _require(watchable: bool) -> None:
         if not watchable:
             raise _UnwatchableError
+
+
+class _Watch:
+    """What was found in some modules, and how it was."""
+
+    def __init__(self, found: list[_Walk]) -> None:
+        self._dictionaries = [item for walk in found for item in walk.dictionaries.values()]
+        self._instances = [item for walk in found for item in walk.instances]
+        self._lists = [item for walk in found for item in walk.lists]
+        # Nothing else may get the identity of what was in a list.
+        self._kept = [list(items) for items in self._lists]
+        # `Module.to` puts other data in a parameter, and no dictionary changes.
+        self._parameters = [item for walk in found for item in walk.tensors.values()]
+        self._same_metadata = _metadata_check(self._parameters)
+        self._now = self._state()
+
+    def unchanged(self) -> bool:
+        """Whether nothing was set, added, removed or put in another's place since."""
+        return self._state() == self._now and self._same_metadata(*self._parameters)
+
+    def _state(self) -> tuple[Any, ...]:
+        return (
+            # CPython gives a dictionary another version with each change.
+            [*map(_dict_version, self._dictionaries)],
+            [*map(type, self._instances)],
+            # By identity: tensors have an equality of their own.
+            [[*map(id, items)] for items in self._lists],
+        )
 
 
 def _of_library(module: Any) -> bool:
@@ -140,100 +161,242 @@ def _of_library(module: Any) -> bool:
 class Asked(NamedTuple):
     """A call whose guards have to be evaluated, and what was so before it."""
 
-    signature: tuple[Any, ...]
+    form: tuple[Any, ...]
+    """Of its arguments, without the tensors among them."""
+    same: Callable[..., bool]
+    """Whether tensors are of the shapes, strides, dtypes and so on that they were of."""
     state: Any
     """Torch's record of its global state: grad mode, autocast, determinism and so on."""
     inference: bool
     """Whether it was in inference mode, which is not in that record."""
-    watch: _Watch
-    code: Callable[..., Any] | None = None
+    walk: _Walk
+
+
+@dataclass(eq=False)
+class Known:
+    """A kind of call for which torch's guards held."""
+
+    code: types.FunctionType
     """What torch ran for it."""
+    entry: tuple[int, int]
+    """That code, and the form of modules. Of its guards only those on the module's own attributes held for it alone."""
+    asked: Asked
+    direct: Direct | None = None
+    """What to call instead, once that is known."""
 
     def holds(self) -> bool:
-        """Whether guards that held need not be evaluated again."""
-        inference = torch.is_inference_mode_enabled()
-        return bool(self.state.check()) and self.inference is inference and self.watch.unchanged()
+        """Whether torch is in the state in which it was."""
+        return self.asked.inference is torch.is_inference_mode_enabled() and bool(self.asked.state.check())
+
+
+class Passes:
+    """The forward passes of a model, one after the other, and what its blocks share. Called in the model's place."""
+
+    def __init__(self, model: nn.Module | None) -> None:
+        """None for modules that are part of nothing, or of something unknown; that is not to be called."""
+        self._model = model
+        self.guards: list[Guards] = []
+        self.number = 0
+        """Of the present stretch in which nothing runs but code of libraries."""
+        self.looked = -1
+        """The stretch at whose begin all blocks were as before."""
+        self.runs: dict[tuple[int, int], int] = {}
+        """The run in which the guards of some code were last evaluated on a module of some form."""
+        self.forms: dict[tuple[Any, ...], int] = {}
+        self._walks: list[_Walk | None] = []
+        self._watch: _Watch | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the model; what is looked at here need not be looked at by each of its blocks.
+
+        All at once that takes a fifth of the time, since the processor's caches hold what looking needs.
+        """
+        model = cast("Any", self._model)
+        if torch.compiler.is_compiling() or not self._only_libraries(model):
+            return model._call_impl(*args, **kwargs)
+        self.interrupt()
+        self._look()
+        try:
+            return model._call_impl(*args, **kwargs)
+        finally:
+            self.interrupt()
+
+    def interrupt(self) -> None:
+        """Says that other code may run, and change anything."""
+        self.number += 1
+
+    def _look(self) -> None:
+        walks = [guards.walk for guards in self.guards]
+        # A list compares its items by identity first, and these have no other equality.
+        if self._watch is not None and walks == self._walks and self._watch.unchanged():
+            self.looked = self.number
+            return
+        # Which of them changed, if one did; only of what is unchanged may what follows be the measure.
+        for guards in self.guards:
+            guards.look()
+        self._walks = [guards.walk for guards in self.guards]
+        self._watch = _Watch([walk for walk in self._walks if walk])
+
+    def _only_libraries(self, model: nn.Module) -> bool:
+        """Whether nothing runs between the calls of a model's blocks that is not of a library."""
+        blocks = {id(guards.module) for guards in self.guards}
+        left = [model]
+        while left:
+            module = left.pop()
+            if id(module) in blocks:
+                continue
+            if _has_hooks(module) or "forward" in vars(module) or not _of_library(type(module).forward.__module__):
+                return False
+            left += module.children()
+        return True
 
 
 class Guards:
-    """The calls of one module for which torch's guards held in this run."""
+    """The calls of one module for which torch's guards held."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._forward: types.FunctionType | None = _function(module) if _HAS_PARTS else None
-        self._run = 0
-        self._known: dict[tuple[Any, ...], Asked] = {}
+    def __init__(self, module: nn.Module, passes: Passes) -> None:
+        self.module = module
+        self.walk: _Walk | None = None
         self._watch: _Watch | None = None
+        self._passes = passes
+        passes.guards.append(self)
+        self._forward: types.FunctionType | None = _function(module) if _HAS_PARTS else None
+        self._known: dict[tuple[Any, ...], list[Known]] = {}
+        self._kinds = 0
+        self._called = -1
         self._changes = 0
 
-    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | Asked | None:
+    def look(self) -> None:
+        """Forgets all if something of the module changed."""
+        if self._watch is not None and not self._watch.unchanged():
+            self._forget()
+
+    def interrupt(self) -> None:
+        """Says that code runs of which nothing is known."""
+        self._passes.interrupt()
+
+    def find(self, given: Flat | None) -> Direct | Known | Asked | None:
         """What to do with a call.
 
         Args:
-            args: tensors of the strides that their shapes imply, in tuples, lists and dictionaries, and other values.
-            kwargs: the same.
+            given: its arguments.
 
         Returns:
-            The compiled code, to be called with the module and these arguments; or, where guards must be evaluated,
-            what `called` is to be given afterwards; None if the call is nothing to be remembered.
+            What to call with the tensors among these; or what to have `run`; or, where torch must evaluate guards, what
+            `called` is to be given afterwards; None if the call is nothing to be remembered.
         """
-        run = inductor.run()
-        if self._forward is None or not run or _in_a_mode():
+        found = None if given is None or self._forward is None else self._find(given)
+        if found is None:
+            self.interrupt()
+        return found
+
+    def _find(self, given: Flat) -> Direct | Known | Asked | None:
+        run, passes = inductor.run(), self._passes
+        if not run or _in_a_mode() or _has_hooks(self.module):
             return None
-        if self._run != run:
-            self._run = run
-            self._known.clear()
-        kind: list[Any] = []
-        tensors: list[int] = []
-        if not (_describe(args, kind, tensors) and _describe(kwargs, kind, tensors)):
+        # A call may change the module, which a second one in the same pass has to see.
+        if passes.looked != passes.number or self._called == passes.number:
+            self.look()
+        self._called = passes.number
+        # What is so now, before the call: for the same reason.
+        walk = self.walk or self._walked()
+        ids = {*map(id, given.tensors)}
+        # One tensor in two places is one input to torch, also where one of them is an attribute of the module.
+        if walk is None or len(ids) != len(given.tensors) or not walk.tensors.keys().isdisjoint(ids):
             return None
-        signature = tuple(kind)
-        known = self._known.get(signature)
-        if known is not None and known.holds():
-            self._changes = 0
-            return known.code
-        # What is so now, before the call: the module may change itself in it, which the next call's guards have to see.
-        watch = self._watched()
-        # A parameter of the module that is an argument too is one input to torch.
-        if watch is None or not watch.tensors.keys().isdisjoint(tensors):
+        for known in self._known.get(given.form, ()):
+            if known.asked.same(*given.tensors):
+                if passes.runs.get(known.entry) == run and known.holds():
+                    self._changes = 0
+                    return known.direct or known
+                break
+        if not all(map(_is_plain, given.tensors)):
             return None
         state = torch._C._dynamo.guards.GlobalStateGuard()
-        return Asked(signature, state, torch.is_inference_mode_enabled(), watch)
+        return Asked(given.form, _metadata_check(given.tensors), state, torch.is_inference_mode_enabled(), walk)
 
-    def called(self, asked: Asked, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def called(self, asked: Asked, given: Flat, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Notes that a call went well and had nothing compiled; by which code, torch is asked.
 
         Args:
             asked: what `find` returned.
-            args: of the call.
+            given: what it was given.
+            args: of the call, with canonical strides.
             kwargs: the same.
         """
         forward = self._forward
-        if forward is None or len(self._known) >= _MOST_KINDS or not _from_entries():
+        if forward is None or self.walk is not asked.walk or not _from_entries():
             return
         entries = _entries(forward.__code__)
         # One that is alone was the one. Of several, which hold other kinds of call, its own guards say.
         if len(entries) > 1:
-            entries = [entry for entry in entries if _accepts(entry, forward, self._module, args, kwargs)]
-        if not entries or (code := entries[0].code).co_freevars:
+            entries = [entry for entry in entries if _accepts(entry, forward, self.module, args, kwargs)]
+        if not entries:
             return
-        function = types.FunctionType(code, forward.__globals__, forward.__name__, forward.__defaults__)
-        function.__kwdefaults__ = forward.__kwdefaults__
-        self._known[asked.signature] = asked._replace(code=function)
+        code = entries[0].code
+        if code.co_freevars or not direct.graph_name(code):
+            self._give_up()
+            return
+        passes = self._passes
+        entry = (id(code), passes.forms.setdefault(asked.walk.form(), len(passes.forms)))
+        passes.runs[entry] = inductor.run()
+        known = [known for known in self._known.get(given.form, ()) if known.asked.same(*given.tensors)]
+        if not (known and known[0].entry == entry and known[0].holds()):
+            function = types.FunctionType(code, forward.__globals__, forward.__name__, forward.__defaults__)
+            function.__kwdefaults__ = forward.__kwdefaults__
+            self._remember(Known(function, entry, asked), given)
 
-    def _watched(self) -> _Watch | None:
-        if self._watch is not None and self._watch.unchanged():
-            return self._watch
+    def run(self, known: Known, given: Flat, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls what is known, and finds out how to do without its code.
+
+        Args:
+            known: what `find` returned.
+            given: what it was given.
+            args: of the call, with canonical strides.
+            kwargs: the same.
+        """
+        result, found = direct.watched(known.code, self.module, args, kwargs, known.asked.walk.tensors)
+        if found is None:
+            self._give_up()
+        else:
+            tensors = enumerate(given.tensors)
+            known.direct = found._replace(odd=[number for number, tensor in tensors if canonical(tensor) is not tensor])
+        return result
+
+    def _remember(self, known: Known, given: Flat) -> None:
+        if self._kinds >= _MOST_KINDS:
+            self._known.clear()
+            self._kinds = 0
+        before = self._known.get(given.form, [])
+        others = [other for other in before if not other.asked.same(*given.tensors)]
+        self._kinds += 1 + len(others) - len(before)
+        self._known[given.form] = [known, *others]
+
+    def _walked(self) -> _Walk | None:
         self._changes += 1
         try:
             if self._changes > _MOST_CHANGES:
                 raise _UnwatchableError
-            self._watch = _Watch(self._module)
+            self.walk = _Walk(self.module)
+            self._watch = _Watch([self.walk])
         # The boundary: an object may do anything when it is looked at, and something may be nested too deep.
         except Exception:  # noqa: BLE001
-            self._forward = self._watch = None  # for good: to find that out each time takes time
-            self._known.clear()
-        return self._watch
+            self._give_up()
+        return self.walk
+
+    def _forget(self) -> None:
+        self.walk = self._watch = None
+        self._known.clear()
+        self._kinds = 0
+
+    def _give_up(self) -> None:
+        """Has torch evaluate the guards of each call: to find out each time that it must would take time."""
+        self._forward = None
+        self._forget()
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _function(module: nn.Module) -> types.FunctionType | None:
@@ -244,29 +407,10 @@ def _function(module: nn.Module) -> types.FunctionType | None:
     return None
 
 
-def _describe(value: Any, kind: list[Any], tensors: list[int]) -> bool:
-    """Appends all that guards look at in an argument; the identities of its tensors are appended to `tensors`.
-
-    Returns:
-        False if there is something that cannot be described.
-    """
-    cls = type(value)
-    if cls is torch.Tensor:
-        if value.__dict__ or not _is_plain(value):
-            return False
-        tensors.append(id(value))
-        kind += (value.shape, value.dtype, value.device, value.requires_grad, value.is_inference())
-        return True
-    kind.append(cls)
-    if cls in _CONSTANTS:
-        kind.append(value)
-        return True
-    if cls is tuple or cls is list:
-        kind.append(len(value))
-        return all(_describe(item, kind, tensors) for item in value)
-    if cls is dict:
-        return _describe(tuple(value), kind, tensors) and all(_describe(item, kind, tensors) for item in value.values())
-    return False
+def _metadata_check(tensors: list[torch.Tensor]) -> Callable[..., bool]:
+    """Torch's own check of as many tensors for the same classes, dtypes, devices, shapes and strides."""
+    check: Callable[..., bool] = _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    return check
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -295,6 +439,7 @@ def _accepts(
 
 try:
     from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list as _entries
+    from torch._C._dynamo.guards import TensorGuards as _TensorGuards
     from torch._C._dynamo.guards import dict_version as _dict_version
     from torch._dynamo import eval_frame as _eval_frame
 

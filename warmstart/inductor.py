@@ -242,6 +242,9 @@ class Missing(enum.Enum):
     """It runs uncompiled, and torch says nothing of it."""
 
 
+_CACHEABLE = ("torch.amp.autocast_mode._enter_autocast", "torch.amp.autocast_mode._exit_autocast")
+
+
 @contextlib.contextmanager
 def compiling(missing: Missing) -> Iterator[None]:
     """What every run of the model is wrapped in, warm-up and prediction alike, so that no guard tells them apart.
@@ -254,6 +257,7 @@ def compiling(missing: Missing) -> Iterator[None]:
     """
     import torch
     import torch._dynamo.config as dynamo
+    import torch._inductor.config as inductor
     from torch.fx.experimental import _config as shapes
 
     # Inference mode rather than no_grad: its tensors are no views of a base, and guards on the base's strides would
@@ -261,10 +265,16 @@ def compiling(missing: Missing) -> Iterator[None]:
     # picture tokens, 16 text tokens) are not taken to be equal for ever (pytorch/pytorch#160271).
     # Constants such as a norm's epsilon stay constants: as symbols they have each region traced twice, and the first
     # trace is a cache miss on every boot.
+    # Marks for the profiler round each graph would be calls that `direct` could not leave out.
+    # Blocks that turn autocast off for a few lines (Z-Image's) would be traced in each boot, since AOTAutograd's cache
+    # takes no function that it does not know. With all they are given these two are in the graph, and so in its key.
     with (
         torch.inference_mode(),
         shapes.patch(use_duck_shape=False),  # type: ignore[attr-defined]
-        dynamo.patch(specialize_float=True),
+        dynamo.patch(specialize_float=True, record_runtime_overhead=False),
+        inductor.patch(
+            unsafe_marked_cacheable_functions=dict.fromkeys(_CACHEABLE, "") | inductor.unsafe_marked_cacheable_functions
+        ),
         torch.compiler.set_stance(missing.value),
         toolchain.as_noted(),
     ):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import copy
-import functools
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,12 +13,16 @@ import torch
 from torch import nn
 
 from warmstart import blocks, inductor
+from warmstart.arguments import canonical, flat
 from warmstart.blocks import BlocksError
-from warmstart.guards import Asked, Guards
+from warmstart.direct import Direct
+from warmstart.guards import Asked, Guards, Known, Passes
 from warmstart.inductor import Compile, Counts, Missing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+    from warmstart.arguments import Flat
 
 # Largest difference between a compiled region and its eager self, relative to the largest magnitude in the output.
 # A fused kernel rounds elsewhere than the separate ones: some hundred units in the last place of the precision.
@@ -68,6 +71,8 @@ class Region:
     part: str
     class_name: str
     modules: list[nn.Module] = field(repr=False)
+    within: nn.Module | None = field(default=None, repr=False)
+    """What calls the modules; None if nothing is known of it, or if it is the only one of them."""
     calls: int = 0
     counts: Counts = field(default_factory=Counts)
     eager: bool = False
@@ -149,7 +154,11 @@ def find(part: str, module: nn.Module, *, strategy: str, wanted: Sequence[str] =
             found = blocks.find(module, wanted)
         except BlocksError as error:
             return Part(part, [], str(error))
-    return Part(part, [Region(part, name, modules) for name, modules in found.groups.items()], found.how)
+    regions = [
+        Region(part, name, modules, within=None if modules == [module] else module)
+        for name, modules in found.groups.items()
+    ]
+    return Part(part, regions, found.how)
 
 
 def compile_in_place(
@@ -164,20 +173,24 @@ def compile_in_place(
     """
     inductor.keep_records()
     meter = _Meter(regions, options.recompile_limit, compiled_some)
+    passes: dict[int, Passes] = {}
     for region in regions:
+        own = passes.setdefault(id(region.within), Passes(region.within))
+        if region.within is not None and options.remembers_guards:
+            region.within._compiled_call_impl = own
         for module in region.modules:
             compiled = torch.compile(module.forward, **options.arguments())
             # What `Module.compile` sets, and `Module.__call__` uses. What the compiled code is given must be prepared
             # outside it, and hooks run outside it too: transformers collects hidden states by some that torch cannot
             # trace.
-            guards = Guards(module) if options.remembers_guards else None
+            guards = Guards(module, own) if options.remembers_guards else None
             module._compiled_call_impl = _Call(region, module, compiled, meter, guards)
 
 
 def leave_uncompiled(regions: Sequence[Region]) -> None:
     """Undoes `compile_in_place`, also where it ended half way."""
     for region in regions:
-        for module in region.modules:
+        for module in [*region.modules, *([] if region.within is None else [region.within])]:
             module._compiled_call_impl = None
 
 
@@ -185,54 +198,6 @@ def check_next_call(regions: Sequence[Region]) -> None:
     """Has each region compare its next call with its eager self."""
     for region in regions:
         region.checking = True
-
-
-def canonical(value: Any, seen: set[int] | None = None) -> Any:
-    """Gives tensors (any shape) the strides that their shape implies, also in tuples, lists and dictionaries.
-
-    The first block of a transformer sees a contiguous tensor, later ones a slice of a joint one; Dynamo guards on
-    strides, so each pattern costs a graph. `contiguous` copies only where elements lie apart; `view` then gives
-    dimensions of size 1, whose strides mean nothing, the implied ones. An output that a region writes into a sliced
-    input would be lost; blocks of diffusers and transformers return theirs. Lists and dictionaries stay the caller's
-    own, since a module may leave something in them (the video VAEs keep what they saw of earlier frames there).
-
-    Args:
-        value: what a region is called with, or a part of it.
-        seen: identities of tensors that the same call was given before. One that comes again is given as another
-            object: Dynamo guards on two arguments' being one.
-    """
-    if isinstance(value, torch.Tensor):
-        return _with_implied_strides(value, set() if seen is None else seen)
-    if type(value) not in (tuple, list, dict):
-        return value
-    seen = set() if seen is None else seen
-    if type(value) is tuple:
-        return tuple([canonical(item, seen) for item in value])
-    if type(value) is list:
-        value[:] = [canonical(item, seen) for item in value]
-    else:
-        value.update({name: canonical(item, seen) for name, item in value.items()})
-    return value
-
-
-def _with_implied_strides(tensor: torch.Tensor, seen: set[int]) -> torch.Tensor:
-    if tensor.layout is not torch.strided:
-        return tensor
-    # This runs for each tensor of each call of a block. To look costs a tenth of what making another tensor does.
-    if id(tensor) in seen or tensor.stride() != _implied_strides(tensor.shape):
-        return tensor.contiguous().view(tensor.shape)
-    seen.add(id(tensor))
-    return tensor
-
-
-@functools.lru_cache(maxsize=1024)
-def _implied_strides(shape: torch.Size) -> tuple[int, ...]:
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
 
 
 class _Meter:
@@ -287,18 +252,23 @@ class _Call:
         region.calls += 1
         # A whole-model compile that meets this call while tracing goes through to the module, and so does eager.
         if region.eager or torch.compiler.is_compiling():
+            if self._guards:
+                self._guards.interrupt()
             return self._eager(*args, **kwargs)
+        given = found = None
+        if self._guards and not region.checking:
+            given = flat(args, kwargs)
+            found = self._guards.find(given)
+            if given and isinstance(found, Direct):
+                return self._directly(found, given)
         seen: set[int] = set()
         args = canonical(args, seen)
         kwargs = canonical(kwargs, seen)
         # The module may write into what it is given, so its eager self gets what it was before.
         kept = copy.deepcopy((args, kwargs)) if region.checking else None
-        asked = None
-        if self._guards and kept is None and not self._has_hooks():
-            asked = self._guards.find(args, kwargs)
         try:
-            if asked and not isinstance(asked, Asked):
-                return asked(self._module, *args, **kwargs)
+            if self._guards and given and isinstance(found, Known):
+                return self._guards.run(found, given, args, kwargs)
             output = self._covered(*args, **kwargs)
         except Exception:
             region.broke = True
@@ -306,13 +276,20 @@ class _Call:
         finally:
             if moved := self._meter.moved():
                 self._note(moved)
-        if self._guards and isinstance(asked, Asked) and not (moved or region.full or region.uncovered):
-            self._guards.called(asked, args, kwargs)
+        if self._guards and given and isinstance(found, Asked) and not (moved or region.full or region.uncovered):
+            self._guards.called(found, given, args, kwargs)
         if region.checking and kept is not None:
             region.checking = False
             region.speeds += self._speed(kept)
             self._check(output, self._eager(*kept[0], **kept[1]))
         return output
+
+    def _directly(self, found: Direct, given: Flat) -> Any:
+        try:
+            return found(given.tensors)
+        except Exception:
+            self._region.broke = True
+            raise
 
     def _note(self, moved: Counts) -> None:
         """Counts what this call had compiled."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from warmstart import regions
+from warmstart import arguments, regions
 from warmstart.inductor import Counts
 from warmstart.regions import CompileOptions, Part, Region
 
@@ -130,28 +130,28 @@ def test_the_check_compares_the_next_call_with_eager(compiled, error, fine):
 def test_canonical_keeps_values_and_goes_into_tuples():
     base = torch.arange(24.0).reshape(2, 3, 4)
     view = base.transpose(0, 1)
-    tensor, (inner, other), number = regions.canonical((view, [view, "text"], 3))
+    tensor, (inner, other), number = arguments.canonical((view, [view, "text"], 3))
     assert torch.equal(tensor, view)
     assert torch.equal(inner, view)
     assert tensor.is_contiguous()
     assert (other, number) == ("text", 3)
     # What is contiguous already is not copied.
-    assert regions.canonical(base).data_ptr() == base.data_ptr()
+    assert arguments.canonical(base).data_ptr() == base.data_ptr()
 
 
 def test_canonical_gives_sizes_of_one_the_implied_stride_and_leaves_what_has_it():
     plain, odd = torch.zeros(1, 4, 4), torch.zeros(1, 8, 4)[:, 2:6]
     assert (odd.is_contiguous(), odd.stride()) == (True, (32, 4, 1))
-    assert regions.canonical(odd).stride() == (16, 4, 1)
-    assert regions.canonical(plain) is plain
-    assert regions.canonical(torch.zeros(0, 3)).stride() == (3, 1)
-    assert regions.canonical(torch.tensor(1.0)).stride() == ()
+    assert arguments.canonical(odd).stride() == (16, 4, 1)
+    assert arguments.canonical(plain) is plain
+    assert arguments.canonical(torch.zeros(0, 3)).stride() == (3, 1)
+    assert arguments.canonical(torch.tensor(1.0)).stride() == ()
 
 
 def test_canonical_gives_one_tensor_twice_as_two_objects():
     """Dynamo guards on two arguments' being one object, so a self-attention would need a graph of its own."""
     tensor = torch.zeros(2, 3)
-    first, [second], named = regions.canonical((tensor, [tensor], {"again": tensor}))
+    first, [second], named = arguments.canonical((tensor, [tensor], {"again": tensor}))
     assert len({id(first), id(second), id(named["again"])}) == 3
     assert {item.data_ptr() for item in (first, second, named["again"])} == {tensor.data_ptr()}
 
@@ -160,8 +160,8 @@ def test_canonical_leaves_lists_and_dictionaries_the_caller_s_own():
     """The video autoencoders keep what they saw of earlier frames in a list that they are given."""
     view = torch.arange(24.0).reshape(2, 3, 4).transpose(0, 1)
     kept, named = [None, view], {"scale": view, "other": [view]}
-    assert regions.canonical(kept) is kept
-    assert regions.canonical(named) is named
+    assert arguments.canonical(kept) is kept
+    assert arguments.canonical(named) is named
     for tensor in (kept[1], named["scale"], named["other"][0]):
         assert torch.equal(tensor, view)
         assert tensor.is_contiguous()
