@@ -67,6 +67,9 @@ def _take_apart(values: Iterable[Any], tensors: list[torch.Tensor], form: list[A
         kind = type(value)
         form.append(kind)
         if kind is torch.Tensor:
+            # An attribute may be asked for, or say that a size of it is dynamic.
+            if value.__dict__:
+                return False
             tensors.append(value)
         elif kind in CONSTANTS:
             form.append(value)

@@ -14,6 +14,7 @@ import dis
 import functools
 import threading
 import types
+import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -50,8 +51,10 @@ class Direct(NamedTuple):
     """A compiled graph, and all that it is given and gives back."""
 
     graph: Callable[[list[Any]], Sequence[Any]]
-    inputs: list[Any]
-    """Parameters and constants in their places, None in those of the call's tensors."""
+    constants: list[Any]
+    """In their places, None in the others."""
+    own: list[tuple[int, weakref.ref[torch.Tensor]]]
+    """Places and parameters or buffers of the module; weakly, or old weights would stay beside new ones."""
     places: list[tuple[int, int]]
     """Of the inputs, and which of the call's tensors goes there."""
     odd: list[int]
@@ -62,7 +65,9 @@ class Direct(NamedTuple):
         """Calls the graph with the tensors of another call of the same kind; returns what the module would."""
         for number in self.odd:
             tensors[number] = canonical(tensors[number])
-        inputs = self.inputs.copy()
+        inputs = self.constants.copy()
+        for place, parameter in self.own:
+            inputs[place] = parameter()
         for place, number in self.places:
             inputs[place] = tensors[number]
         return self.result(self.graph(inputs), tensors)
@@ -88,7 +93,7 @@ def watched(
     module: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    own: dict[int, torch.Tensor],
+    own: dict[int, weakref.ref[torch.Tensor]],
 ) -> tuple[Any, Direct | None]:
     """Calls compiled code and watches how it calls its graph.
 
@@ -137,11 +142,14 @@ class _Seen(NamedTuple):
     outputs: Sequence[Any]
 
 
-def _direct(seen: _Seen, result: Any, tensors: list[torch.Tensor], own: dict[int, torch.Tensor]) -> Direct:
+def _direct(seen: _Seen, result: Any, tensors: list[torch.Tensor], own: dict[int, weakref.ref[torch.Tensor]]) -> Direct:
     numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
-    places = [(place, numbers[id(item)]) for place, item in enumerate(seen.inputs) if id(item) in numbers]
-    fixed = [None if id(item) in numbers else _fixed(item, own) for item in seen.inputs]
-    return Direct(seen.graph, fixed, places, [], _recipe(result, seen.outputs, numbers))
+    inputs = [*enumerate(seen.inputs)]
+    places = [(place, numbers[id(item)]) for place, item in inputs if id(item) in numbers]
+    parameters = [(place, own[id(item)]) for place, item in inputs if id(item) in own and own[id(item)]() is item]
+    known = {place for place, _ in (*places, *parameters)}
+    constants = [None if place in known else _constant(item) for place, item in inputs]
+    return Direct(seen.graph, constants, parameters, places, [], _recipe(result, seen.outputs, numbers))
 
 
 @contextlib.contextmanager
@@ -192,9 +200,9 @@ def _of_inductor(graph: Any) -> Any:
     return found.popitem()[1] if len(found) == 1 else None
 
 
-def _fixed(value: Any, own: dict[int, torch.Tensor]) -> Any:
+def _constant(value: Any) -> Any:
     """An input that is the same in each call of the kind."""
-    if type(value) in CONSTANTS or own.get(id(value)) is value:
+    if type(value) in CONSTANTS:
         return value
     raise _OtherError
 

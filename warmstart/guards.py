@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import inspect
 import types
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -28,10 +29,10 @@ import torch
 from torch import nn
 
 from warmstart import direct, inductor
-from warmstart.arguments import CONSTANTS, Flat, canonical
+from warmstart.arguments import CONSTANTS, Flat, canonical, flat
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from warmstart.direct import Direct
 
@@ -40,8 +41,8 @@ LIBRARIES = ("torch", "diffusers", "warmstart")
 
 # When so many kinds of call are known, all are forgotten: what the guards of each look at may be large.
 _MOST_KINDS = 64
-# A module that leads to more than this is not watched: to look at it would cost what the guards do.
-_MOST_WATCHED = 1000
+# A block that leads to more than this is not watched: to look at it would cost what the guards do. Nor is a model.
+_MOST_WATCHED, _MOST_AROUND = 1000, 20_000
 # A module that was found changed so often, and spared never since, is looked at no more: that takes time too.
 _MOST_CHANGES = 16
 
@@ -53,6 +54,10 @@ _NOT_GUARDED = frozenset(name for name in vars(nn.Module()) if "_hooks" in name)
 }
 
 
+# Where torch's own layers without buffers and submodules look for neither.
+_UNUSED = _NOT_GUARDED | {"_buffers", "_modules"}
+
+
 class _UnwatchableError(Exception):
     """Something can change that cannot be watched."""
 
@@ -60,12 +65,15 @@ class _UnwatchableError(Exception):
 class _Walk:
     """All that a module's guards may look at in its attributes."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.tensors: dict[int, torch.Tensor] = {}
+    def __init__(self, module: nn.Module, *, but: Iterable[nn.Module] = (), most: int = _MOST_WATCHED) -> None:
+        """Of modules in `but`, which are watched elsewhere, nothing is; the others then may get no hooks either."""
+        self.tensors: dict[int, weakref.ref[torch.Tensor]] = {}
         self.dictionaries: dict[int, dict[Any, Any]] = {}
         self.lists: list[list[Any] | set[Any]] = []
+        self.functions: list[types.FunctionType] = []
         self._objects: dict[int, Any] = {}
-        self._count = 0
+        self._but = {id(module) for module in but}
+        self._left = most
         self._follow(module)
         self.instances = [item for item in self._objects.values() if type(item) not in _BUILT_IN]
 
@@ -75,15 +83,19 @@ class _Walk:
 
     def _follow(self, value: Any) -> None:
         kind = type(value)
-        if kind in CONSTANTS or id(value) in self._objects or id(value) in self.tensors:
+        if kind in CONSTANTS or id(value) in self._objects or id(value) in self.tensors or id(value) in self._but:
             return
-        self._count += 1
-        if self._count > _MOST_WATCHED:
-            raise _UnwatchableError
+        self._left -= 1
+        self._require(self._left >= 0)
         if kind is torch.Tensor or kind is nn.Parameter:
             self._require(_is_plain(value))
-            self.tensors[id(value)] = value
+            # Weakly: whoever puts other weights in their place may have no room for both.
+            self.tensors[id(value)] = weakref.ref(value)
+            self.dictionaries[id(value.__dict__)] = value.__dict__
         elif kind is types.FunctionType:
+            self._require(value.__closure__ is None)
+            self.functions.append(value)
+            self.dictionaries[id(vars(value))] = vars(value)
             self._follow_function(value)
         elif not (issubclass(kind, type) or kind in (types.BuiltinFunctionType, types.ModuleType)):
             self._objects[id(value)] = value
@@ -94,8 +106,10 @@ class _Walk:
             self.lists.append(value)
         elif kind not in (tuple, frozenset):
             self._require(kind is dict or _of_library(kind.__module__))
+            # What they hold is in no dictionary.
+            self._require(not isinstance(value, (list, set, tuple, frozenset)))
             if isinstance(value, nn.Module):
-                self._require(not _has_hooks(value))
+                self._require(not _has_hooks(value) and not (self._but and "forward" in vars(value)))
                 self._follow_function(type(value).forward)
             else:
                 self._require(kind is dict or not any(vars(base).get("__slots__") for base in kind.__mro__))
@@ -104,8 +118,11 @@ class _Walk:
                 self._follow_all(value.values())
             if kind is not dict:
                 self.dictionaries[id(vars(value))] = vars(value)
-                skipped = _NOT_GUARDED if isinstance(value, nn.Module) else ()
+                skipped = () if not isinstance(value, nn.Module) else _UNUSED if _is_simple(value) else _NOT_GUARDED
                 self._follow_all([item for name, item in vars(value).items() if name not in skipped])
+                if self._but and isinstance(value, nn.Module):
+                    for hooks in (value._forward_hooks, value._forward_pre_hooks):
+                        self.dictionaries[id(hooks)] = hooks
             return
         self._follow_all(list(value))
 
@@ -116,7 +133,8 @@ class _Walk:
     def _follow_function(self, function: Any) -> None:
         """What a function depends on beside its arguments: the globals of its file. A closure may hold anything."""
         self._require(type(function) is types.FunctionType and _of_library(function.__module__))
-        self._require(function.__closure__ is None)
+        # Around the blocks it counts whose code runs, not on what it depends.
+        self._require(bool(self._but) or function.__closure__ is None)
         self.dictionaries[id(function.__globals__)] = function.__globals__
 
     @staticmethod
@@ -131,17 +149,21 @@ class _Watch:
     def __init__(self, found: list[_Walk]) -> None:
         self._dictionaries = [item for walk in found for item in walk.dictionaries.values()]
         self._instances = [item for walk in found for item in walk.instances]
+        self._functions = [item for walk in found for item in walk.functions]
         self._lists = [item for walk in found for item in walk.lists]
-        # Nothing else may get the identity of what was in a list.
-        self._kept = [list(items) for items in self._lists]
+        # Nothing else may get the identity of what was in a list, or of a function's defaults.
+        self._kept = [[list(items) for items in self._lists], [_defaults(item) for item in self._functions]]
         # `Module.to` puts other data in a parameter, and no dictionary changes.
         self._parameters = [item for walk in found for item in walk.tensors.values()]
-        self._same_metadata = _metadata_check(self._parameters)
+        self._same_metadata = _metadata_check([cast("torch.Tensor", item()) for item in self._parameters])
         self._now = self._state()
 
     def unchanged(self) -> bool:
         """Whether nothing was set, added, removed or put in another's place since."""
-        return self._state() == self._now and self._same_metadata(*self._parameters)
+        if self._state() != self._now:
+            return False
+        parameters = [item() for item in self._parameters]
+        return all(item is not None for item in parameters) and self._same_metadata(*parameters)
 
     def _state(self) -> tuple[Any, ...]:
         return (
@@ -150,7 +172,12 @@ class _Watch:
             [*map(type, self._instances)],
             # By identity: tensors have an equality of their own.
             [[*map(id, items)] for items in self._lists],
+            [[*map(id, _defaults(item))] for item in self._functions],
         )
+
+
+def _defaults(function: types.FunctionType) -> tuple[Any, ...]:
+    return function.__code__, function.__defaults__, function.__kwdefaults__
 
 
 def _of_library(module: Any) -> bool:
@@ -197,14 +224,17 @@ class Passes:
         self._model = model
         self.guards: list[Guards] = []
         self.number = 0
-        """Of the present stretch in which nothing runs but code of libraries."""
+        """Of the present stretch in which nothing runs but known calls of blocks and code of libraries."""
         self.looked = -1
-        """The stretch at whose begin all blocks were as before."""
+        """The stretch at whose begin all blocks were looked at."""
         self.runs: dict[tuple[int, int], int] = {}
         """The run in which the guards of some code were last evaluated on a module of some form."""
         self.forms: dict[tuple[Any, ...], int] = {}
+        self._inside = False
+        self._around: tuple[_Walk, _Watch] | None = None
         self._walks: list[_Walk | None] = []
         self._watch: _Watch | None = None
+        self._changes = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model; what is looked at here need not be looked at by each of its blocks.
@@ -212,43 +242,57 @@ class Passes:
         All at once that takes a fifth of the time, since the processor's caches hold what looking needs.
         """
         model = cast("Any", self._model)
-        if torch.compiler.is_compiling() or not self._only_libraries(model):
+        # Among its arguments there may be code of anybody's.
+        if torch.compiler.is_compiling() or self._changes > _MOST_CHANGES or flat(args, kwargs) is None:
+            self._watch, self._walks = None, []  # nor is anything kept that was replaced
             return model._call_impl(*args, **kwargs)
-        self.interrupt()
-        self._look()
+        self._inside = True
+        self.look()
         try:
             return model._call_impl(*args, **kwargs)
         finally:
+            self._inside = False
             self.interrupt()
 
     def interrupt(self) -> None:
         """Says that other code may run, and change anything."""
         self.number += 1
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Looks at all blocks at once, and at the model around them, if it is the model that calls them now."""
+        self.interrupt()
+        if not self._inside:
+            return
         walks = [guards.walk for guards in self.guards]
         # A list compares its items by identity first, and these have no other equality.
         if self._watch is not None and walks == self._walks and self._watch.unchanged():
-            self.looked = self.number
-            return
-        # Which of them changed, if one did; only of what is unchanged may what follows be the measure.
-        for guards in self.guards:
-            guards.look()
-        self._walks = [guards.walk for guards in self.guards]
-        self._watch = _Watch([walk for walk in self._walks if walk])
+            self._changes = 0
+        else:
+            self._watch, self._walks = None, []
+            if not self._look_around():
+                return
+            # Only of what is unchanged now may what follows be the measure.
+            for guards in self.guards:
+                guards.look()
+            self._walks = [guards.walk for guards in self.guards]
+            self._watch = _Watch([self._around[0], *filter(None, self._walks)] if self._around else [])
+        self.looked = self.number
 
-    def _only_libraries(self, model: nn.Module) -> bool:
-        """Whether nothing runs between the calls of a model's blocks that is not of a library."""
-        blocks = {id(guards.module) for guards in self.guards}
-        left = [model]
-        while left:
-            module = left.pop()
-            if id(module) in blocks:
-                continue
-            if _has_hooks(module) or "forward" in vars(module) or not _of_library(type(module).forward.__module__):
-                return False
-            left += module.children()
-        return True
+    def _look_around(self) -> bool:
+        """Whether nothing but code of libraries runs between the calls of the blocks."""
+        if self._around is not None and self._around[1].unchanged():
+            return True
+        self._around = None
+        self._changes += 1
+        if self._changes <= _MOST_CHANGES:
+            blocks = [guards.module for guards in self.guards]
+            # The boundary: an object may do anything when it is looked at.
+            try:
+                walk = _Walk(cast("nn.Module", self._model), but=blocks, most=_MOST_AROUND)
+                self._around = walk, _Watch([walk])
+            except Exception:  # noqa: BLE001
+                self._changes = _MOST_CHANGES + 1  # for good
+        return self._around is not None
 
 
 class Guards:
@@ -263,12 +307,12 @@ class Guards:
         self._forward: types.FunctionType | None = _function(module) if _HAS_PARTS else None
         self._known: dict[tuple[Any, ...], list[Known]] = {}
         self._kinds = 0
-        self._called = -1
         self._changes = 0
 
     def look(self) -> None:
         """Forgets all if something of the module changed."""
-        if self._watch is not None and not self._watch.unchanged():
+        watch = self._watch
+        if watch is not None and not watch.unchanged():
             self._forget()
 
     def interrupt(self) -> None:
@@ -286,7 +330,7 @@ class Guards:
             `called` is to be given afterwards; None if the call is nothing to be remembered.
         """
         found = None if given is None or self._forward is None else self._find(given)
-        if found is None:
+        if not isinstance(found, direct.Direct):
             self.interrupt()
         return found
 
@@ -294,11 +338,9 @@ class Guards:
         run, passes = inductor.run(), self._passes
         if not run or _in_a_mode() or _has_hooks(self.module):
             return None
-        # A call may change the module, which a second one in the same pass has to see.
-        if passes.looked != passes.number or self._called == passes.number:
+        if passes.looked != passes.number:
             self.look()
-        self._called = passes.number
-        # What is so now, before the call: for the same reason.
+        # What is so now, before the call: the module may change itself in it, which the next call's guards have to see.
         walk = self.walk or self._walked()
         ids = {*map(id, given.tensors)}
         # One tensor in two places is one input to torch, also where one of them is an attribute of the module.
@@ -324,7 +366,10 @@ class Guards:
             args: of the call, with canonical strides.
             kwargs: the same.
         """
-        forward = self._forward
+        passes, forward = self._passes, self._forward
+        known = [known for known in self._known.get(given.form, ()) if known.asked.same(*given.tensors)]
+        # The call may have changed this module, and others. That it has may be costly to find out while they get known.
+        (passes if known else self).look()
         if forward is None or self.walk is not asked.walk or not _from_entries():
             return
         entries = _entries(forward.__code__)
@@ -337,10 +382,8 @@ class Guards:
         if code.co_freevars or not direct.graph_name(code):
             self._give_up()
             return
-        passes = self._passes
         entry = (id(code), passes.forms.setdefault(asked.walk.form(), len(passes.forms)))
         passes.runs[entry] = inductor.run()
-        known = [known for known in self._known.get(given.form, ()) if known.asked.same(*given.tensors)]
         if not (known and known[0].entry == entry and known[0].holds()):
             function = types.FunctionType(code, forward.__globals__, forward.__name__, forward.__defaults__)
             function.__kwdefaults__ = forward.__kwdefaults__
@@ -393,6 +436,12 @@ class Guards:
         """Has torch evaluate the guards of each call: to find out each time that it must would take time."""
         self._forward = None
         self._forget()
+
+
+def _is_simple(module: nn.Module) -> bool:
+    file = type(module).__module__
+    own = file.startswith("torch.nn.modules.") and file != "torch.nn.modules.container"
+    return own and not module._buffers and not module._modules
 
 
 def _has_hooks(module: nn.Module) -> bool:

@@ -243,6 +243,7 @@ class _Call:
         self._region = region
         self._guards = guards
         self._module = module
+        self._forward = vars(module).get("forward")
         self._eager: Callable[..., Any] = module._call_impl
         self._compiled = compiled
         self._meter = meter
@@ -251,9 +252,13 @@ class _Call:
         region = self._region
         region.calls += 1
         # A whole-model compile that meets this call while tracing goes through to the module, and so does eager.
-        if region.eager or torch.compiler.is_compiling():
+        replaced = vars(self._module).get("forward") is not self._forward
+        if region.eager or replaced or torch.compiler.is_compiling():
             if self._guards:
                 self._guards.interrupt()
+            if replaced and not region.uncovered:
+                # By one of diffusers' caches, for example, which means the module as it is.
+                region.uncovered = f"the forward of a {region.class_name} was replaced"
             return self._eager(*args, **kwargs)
         given = found = None
         if self._guards and not region.checking:

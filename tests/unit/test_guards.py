@@ -41,6 +41,7 @@ class Block(nn.Module):
         self.scale = 1.0
         self.terms = [0.0, 0.0]
         self.names = {"x"}
+        self.extra = nn.Sequential()
 
     def forward(self, x, more=None, *, flag=False):
         y = (
@@ -53,6 +54,7 @@ class Block(nn.Module):
             y = y + (more["t"][0] if isinstance(more, dict) else more)
         if "y" in self.names:
             y = y + 3
+        y = self.extra(y)
         return -y if flag else y
 
 
@@ -270,18 +272,199 @@ def test_where_other_code_runs_between_blocks_each_looks_for_itself(passing, own
         assert torch.equal(got, x)
 
 
-def test_a_block_that_is_called_twice_in_a_pass_is_looked_at_twice():
-    model = Model(blocks=1)
-    [block] = model.blocks
-    model.blocks = nn.ModuleList([block, block])
+class State:
+    def __init__(self) -> None:
+        self.number = 0.0
+
+
+class Counter(nn.Module):
+    """Changes what another block depends on, in some of its calls."""
+
+    def __init__(self, state: State) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.state = state
+
+    def forward(self, x, up=False):
+        if up:
+            self.state.number = self.state.number + 1.0
+        return self.linear(x)
+
+
+class Reader(nn.Module):
+    def __init__(self, state: State) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.state = state
+
+    def forward(self, x):
+        return self.linear(x) + self.state.number
+
+
+class Counted(nn.Module):
+    """Calls a block twice, which another one changes meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        state = State()
+        self.counter, self.reader = Counter(state), Reader(state)
+
+    def forward(self, x, up=False):
+        return self.reader(self.counter(self.reader(x), up))
+
+
+@pytest.mark.parametrize("warm", [1, 2, 4])
+def test_what_a_block_changes_in_another_one_counts_in_the_same_pass(warm):
+    model = Counted()
+    found = [regions.Region("t", type(block).__name__, [block], model) for block in (model.counter, model.reader)]
+    regions.compile_in_place(found, OPTIONS)
+    x = torch.ones(2, 4)
+    for up in (False, True, False, True, True):
+        for _ in range(warm):
+            before = model.reader.state.number
+            got = model(x, up)
+            want = model.counter.linear(model.reader.linear(x) + before)
+            assert torch.equal(got, model.reader.linear(want) + model.reader.state.number)
+        inductor.run_for(inductor.Run())
+
+
+class Listed(list):
+    pass
+
+
+def factory(default: float):
+    def multiply(x, factor=default):
+        return x * factor
+
+    multiply.scale = 1.0
+    return multiply
+
+
+BETWEEN = {
+    "contents of a kind of list": (lambda block: Listed([1.0, 2.0]), lambda block: block.more.__setitem__(1, 7.0)),
+    "an attribute of a parameter": (lambda block: None, lambda block: setattr(block.inner[0].weight, "scale", 5.0)),
+    "an attribute of an argument": (lambda block: None, None),
+    "a function's defaults": (lambda block: factory(2.0), lambda block: setattr(block.more, "__defaults__", (5.0,))),
+    "a function's attribute": (lambda block: factory(2.0), lambda block: setattr(block.more, "scale", 5.0)),
+}
+
+
+class Depending(Block):
+    def forward(self, x):
+        y = self.inner(x)
+        if isinstance(self.more, list):
+            y = y * self.more[1]
+        elif self.more is not None:
+            y = self.more(y) * self.more.scale
+        if getattr(x, "tag", False):
+            y = y + 1
+        return y * getattr(self.inner[0].weight, "scale", 1.0)
+
+
+@pytest.mark.parametrize("within_a_run", [True, False])
+@pytest.mark.parametrize(("more", "change"), BETWEEN.values(), ids=BETWEEN)
+def test_what_only_one_of_two_blocks_is_changed_in_counts(more, change, within_a_run):
+    """The other one's guards say nothing of it."""
+    model = Model(blocks=2)
+    model.blocks = nn.ModuleList(Depending() for _ in range(2))
+    for block in model.blocks:
+        block.more = more(block)
+    regions.compile_in_place([regions.Region("t", "Depending", list(model.blocks), model)], OPTIONS)
+    x = torch.ones(2, 4)
+    for _ in range(5):
+        model(x)
+    if not within_a_run:
+        inductor.run_for(inductor.Run())
+    if change is not None:
+        change(model.blocks[1])
+    for _ in range(3):
+        if change is None:
+            x = torch.ones(2, 4)
+            x.tag = True
+            got, want = model.blocks[1](x), Depending.forward(model.blocks[1], x)
+        else:
+            got, want = model(x), model.first(x)
+            for block in model.blocks:
+                want = Depending.forward(block, want)
+        assert torch.equal(got, want)
+
+
+def user_s(function):
+    function.__module__ = "somebody_s"
+    return function
+
+
+class Calling(Model):
+    """Calls what somebody put into it, or among its arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.helper = Helper()
+        self.helper.call = None
+
+    def forward(self, x, call=None):
+        x = self.blocks[0](self.first(x))
+        for function in (self.helper.call, call):
+            if function is not None:
+                x = function(x)
+        return self.blocks[2](self.blocks[1](x))
+
+
+@pytest.mark.parametrize("place", ["a helper", "an argument"])
+def test_code_of_somebody_s_that_the_model_calls_may_change_blocks(place):
+    model = Calling()
     passing = Passing(model)
+    x = torch.ones(2, 4)
+
+    @user_s
+    def call(x):
+        model.blocks[2].scale += 1
+        return x
+
+    given = [call] if place == "an argument" else []
+    for _ in range(4):
+        model(x)
+    inductor.run_for(inductor.Run())
+    if not given:
+        model.helper.call = call
+    for _ in range(4):
+        got, want = model(x, *given), model.first(x)
+        for block in passing.blocks:
+            want = block.call._eager(want)
+        assert torch.equal(got, want)
+
+
+def test_old_weights_are_free_at_once(passing):
+    """Whoever loads others may have no room for both."""
+    assert passing.is_right()
+    old = [weakref.ref(block.module.inner[0].weight) for block in passing.blocks]
+    others = {name: torch.ones_like(value) for name, value in passing.model.state_dict().items()}
+    passing.model.load_state_dict(others, assign=True)
+    assert [reference() for reference in old] == [None] * 3
+    assert passing.is_right()
+
+
+def test_nothing_that_was_replaced_is_kept_where_a_hook_has_each_block_look_for_itself(passing):
+    assert passing.is_right()
+    old = weakref.ref(passing.blocks[0].module.inner[0])
+    passing.model.register_forward_hook(lambda *_: None)
+    passing.blocks[0].module.inner[0] = nn.Linear(4, 4)
     for _ in range(3):
         assert passing.is_right()
-    guards, looks = passing.blocks[0].call._guards, []
-    look = guards.look
-    guards.look = lambda: looks.append(1) or look()
+    gc.collect()
+    assert old() is None
+
+
+def test_a_model_that_changes_in_each_pass_is_looked_at_no_more():
+    """Its blocks are, each in its own calls."""
+    passing = Passing(Model())
+    for number in range(40):
+        passing.model.first.note = number
+        assert passing.is_right()
+    assert passing.model._compiled_call_impl._changes > 16
+    evaluated = passing.evaluated
     assert passing.is_right()
-    assert len(looks) == 1  # the pass looked before the first call
+    assert passing.evaluated == evaluated
 
 
 def test_a_model_that_is_left_uncompiled_is_itself_again(passing):
@@ -299,6 +482,7 @@ CHANGES = {
     "set": lambda block: block.names.add("y"),
     "another object": lambda block: setattr(block, "helper", type("Other", (Helper,), {"added": 2.0})()),
     "another module": lambda block: block.inner.__setitem__(0, nn.Linear(4, 4)),
+    "a module where none was": lambda block: block.extra.append(nn.Linear(4, 4)),
     "one more module": lambda block: block.inner.append(nn.Linear(4, 4)),
     "another parameter": lambda block: setattr(block.inner[0], "weight", nn.Parameter(torch.ones(4, 4))),
     "no parameter": lambda block: setattr(block.inner[0], "bias", None),

@@ -173,3 +173,37 @@ def test_torch_tests_other_processors_itself(monkeypatch) -> None:
     monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: False)
     inductor.load()
     assert VecISA.check_build is own
+
+
+class WithoutAutocast(torch.nn.Module):
+    """As some blocks of diffusers: a few lines of it must not lose precision."""
+
+    def forward(self, x):
+        with torch.amp.autocast("cuda", enabled=False):
+            y = x.float() * 2
+        return y + 1
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_graph_that_turns_autocast_off_can_be_cached(monkeypatch, declared: bool) -> None:
+    from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache, check_cacheable
+
+    if not declared:
+        monkeypatch.setattr(inductor, "_CACHEABLE", ())
+    graphs = []
+
+    def backend(graph, _):
+        try:
+            check_cacheable(graph)
+            graphs.append("")
+        except BypassAOTAutogradCache as error:
+            graphs.append(str(error))
+        return graph.forward
+
+    torch._dynamo.reset()
+    with inductor.compiling(inductor.Missing.COMPILED):
+        torch.compile(WithoutAutocast(), backend=backend, fullgraph=True)(torch.ones(2))
+    # Without being declared this is refused; when it no longer is, torch has come to know these functions.
+    assert len(graphs) == 1
+    assert ("_enter_autocast" in graphs[0]) is not declared
+    assert (graphs[0] == "") is declared

@@ -306,3 +306,21 @@ def test_another_error_of_a_region_is_not_taken_for_a_refusal(compiled, monkeypa
         model(torch.randn(1, 4, 4))
     assert region.uncovered == region.failed == ""
     assert region.broke
+
+
+def test_a_forward_that_is_replaced_after_the_compile_runs_as_it_is(compiled) -> None:
+    """As diffusers' caches do (`enable_cache`), which skip blocks whose input has hardly changed."""
+    model = Model()
+    [region] = found(model)
+    regions.compile_in_place([region], OPTIONS)
+    x = torch.ones(1, 4)
+    model(x)
+    first = model.blocks[0]
+    assert region.uncovered == ""
+    first.forward = lambda x: x * 0
+    assert torch.equal(first(x), x * 0)
+    assert region.uncovered == "the forward of a Block was replaced"
+    del first.forward
+    region.uncovered = ""
+    assert torch.equal(first(x), first.linear(x))
+    assert region.uncovered == ""
