@@ -41,7 +41,7 @@ class Block(nn.Module):
         self.scale = 1.0
         self.terms = [0.0, 0.0]
         self.names = {"x"}
-        self.extra = nn.Sequential()
+        self.rest = nn.Sequential()
 
     def forward(self, x, more=None, *, flag=False):
         y = (
@@ -54,7 +54,7 @@ class Block(nn.Module):
             y = y + (more["t"][0] if isinstance(more, dict) else more)
         if "y" in self.names:
             y = y + 3
-        y = self.extra(y)
+        y = self.rest(y)
         return -y if flag else y
 
 
@@ -482,7 +482,7 @@ CHANGES = {
     "set": lambda block: block.names.add("y"),
     "another object": lambda block: setattr(block, "helper", type("Other", (Helper,), {"added": 2.0})()),
     "another module": lambda block: block.inner.__setitem__(0, nn.Linear(4, 4)),
-    "a module where none was": lambda block: block.extra.append(nn.Linear(4, 4)),
+    "a module where none was": lambda block: block.rest.append(nn.Linear(4, 4)),
     "one more module": lambda block: block.inner.append(nn.Linear(4, 4)),
     "another parameter": lambda block: setattr(block.inner[0], "weight", nn.Parameter(torch.ones(4, 4))),
     "no parameter": lambda block: setattr(block.inner[0], "bias", None),
