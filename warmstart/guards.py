@@ -52,8 +52,6 @@ _NOT_GUARDED = frozenset(name for name in vars(nn.Module()) if "_hooks" in name)
     "_non_persistent_buffers_set",
     "_compiled_call_impl",
 }
-
-
 # Where torch's own layers without buffers and submodules look for neither.
 _UNUSED = _NOT_GUARDED | {"_buffers", "_modules"}
 
@@ -269,30 +267,29 @@ class Passes:
             self._changes = 0
         else:
             self._watch, self._walks = None, []
-            if not self._look_around():
-                return
-            # Only of what is unchanged now may what follows be the measure.
-            for guards in self.guards:
-                guards.look()
-            self._walks = [guards.walk for guards in self.guards]
-            self._watch = _Watch([self._around[0], *filter(None, self._walks)] if self._around else [])
-        self.looked = self.number
-
-    def _look_around(self) -> bool:
-        """Whether nothing but code of libraries runs between the calls of the blocks."""
-        if self._around is not None and self._around[1].unchanged():
-            return True
-        self._around = None
-        self._changes += 1
-        if self._changes <= _MOST_CHANGES:
-            blocks = [guards.module for guards in self.guards]
             # The boundary: an object may do anything when it is looked at.
             try:
-                walk = _Walk(cast("nn.Module", self._model), but=blocks, most=_MOST_AROUND)
-                self._around = walk, _Watch([walk])
+                self._look_anew()
             except Exception:  # noqa: BLE001
-                self._changes = _MOST_CHANGES + 1  # for good
-        return self._around is not None
+                self._around, self._changes = None, _MOST_CHANGES + 1  # for good
+        if self._watch is not None:
+            self.looked = self.number
+
+    def _look_anew(self) -> None:
+        if self._around is None or not self._around[1].unchanged():
+            self._around = None
+            self._changes += 1
+            if self._changes > _MOST_CHANGES:
+                return
+            # Nothing but code of libraries runs between the calls of the blocks, or this fails.
+            blocks = [guards.module for guards in self.guards]
+            walk = _Walk(cast("nn.Module", self._model), but=blocks, most=_MOST_AROUND)
+            self._around = walk, _Watch([walk])
+        # Only of what is unchanged now may what follows be the measure.
+        for guards in self.guards:
+            guards.look()
+        self._walks = [guards.walk for guards in self.guards]
+        self._watch = _Watch([self._around[0], *filter(None, self._walks)])
 
 
 class Guards:

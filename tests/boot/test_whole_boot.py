@@ -1,4 +1,7 @@
-"""The denoiser compiled as one graph, for pictures of two shapes, with room for LoRAs in layers of 8 bits."""
+"""The denoiser compiled as one graph, for pictures of two shapes, with room for LoRAs in layers of fp8.
+
+int8, with LoRA slots in blocks that are compiled each, is served in tests/container/test_adapted_server.py.
+"""
 
 import adapting
 import pytest
@@ -26,6 +29,7 @@ def test_swaps_compile_nothing_and_a_second_boot_is_warm(boot, tmp_path):
     assert warm.counts["graphs"] == warm.counts["fx_hits"] == warm.counts["aot_hits"] == 1
     assert (warm.counts["fx_misses"], warm.counts["aot_misses"], warm.counts["kernels_built"]) == (0, 0, 0)
     assert warm.report["facts"]["lora"] == "rank 8 in all linear layers, 112 slots"
+    assert warm.report["facts"]["quantization"] == "fp8, 112 layers"
     [region] = warm.report["regions"]
     assert (region["name"], region["modules"]) == ("transformer.FluxTransformer2DModel", 1)
     assert region["difference"] <= region["tolerance"]
@@ -33,5 +37,6 @@ def test_swaps_compile_nothing_and_a_second_boot_is_warm(boot, tmp_path):
         assert (answer["graphs"], answer["reason"]) == (0, ""), answer
         # To plain diffusers without quantisation: the weights lose 0.022 of brightness in 8 bits, a LoRA's are whole.
         assert answer["error"] < 0.04, answer
-        assert answer["change"] > 0.045 if answer["swap"] else answer["change"] < 0.03, answer
+        # Without one it is not the same either, or nothing was quantised.
+        assert answer["change"] > 0.045 if answer["swap"] else 1e-4 < answer["change"] < 0.03, answer
     assert [answer["change"] for answer in warm.after] == [answer["change"] for answer in cold.after]
