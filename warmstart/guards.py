@@ -195,6 +195,8 @@ class Asked(NamedTuple):
     inference: bool
     """Whether it was in inference mode, which is not in that record."""
     walk: _Walk
+    stretch: int = -1
+    """That of the call, if all was looked at before it and nothing else ran since."""
 
 
 @dataclass(eq=False)
@@ -326,10 +328,12 @@ class Guards:
             What to call with the tensors among these; or what to have `run`; or, where torch must evaluate guards, what
             `called` is to be given afterwards; None if the call is nothing to be remembered.
         """
+        passes = self._passes
+        looked = passes.looked == passes.number
         found = None if given is None or self._forward is None else self._find(given)
         if not isinstance(found, direct.Direct):
             self.interrupt()
-        return found
+        return found._replace(stretch=passes.number) if looked and isinstance(found, Asked) else found
 
     def _find(self, given: Flat) -> Direct | Known | Asked | None:
         run, passes = inductor.run(), self._passes
@@ -364,9 +368,6 @@ class Guards:
             kwargs: the same.
         """
         passes, forward = self._passes, self._forward
-        known = [known for known in self._known.get(given.form, ()) if known.asked.same(*given.tensors)]
-        # The call may have changed this module, and others. That it has may be costly to find out while they get known.
-        (passes if known else self).look()
         if forward is None or self.walk is not asked.walk or not _from_entries():
             return
         entries = _entries(forward.__code__)
@@ -375,12 +376,17 @@ class Guards:
             entries = [entry for entry in entries if _accepts(entry, forward, self.module, args, kwargs)]
         if not entries:
             return
+        only = len(entries) == 1
         code = entries[0].code
         if code.co_freevars or not direct.graph_name(code):
             self._give_up()
             return
+        # Of such code it is known that it changes nothing.
+        if only and passes.number == asked.stretch:
+            passes.looked = passes.number
         entry = (id(code), passes.forms.setdefault(asked.walk.form(), len(passes.forms)))
         passes.runs[entry] = inductor.run()
+        known = [known for known in self._known.get(given.form, ()) if known.asked.same(*given.tensors)]
         if not (known and known[0].entry == entry and known[0].holds()):
             function = types.FunctionType(code, forward.__globals__, forward.__name__, forward.__defaults__)
             function.__kwdefaults__ = forward.__kwdefaults__

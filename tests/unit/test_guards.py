@@ -203,6 +203,20 @@ def test_in_another_run_one_block_is_evaluated_for_all_that_are_alike(passing):
     assert passing.evaluated == 2
 
 
+def test_after_the_one_that_is_evaluated_no_other_block_looks_for_itself(passing):
+    """Code that only looks up and puts together has changed none of them."""
+    assert passing.is_right()
+    inductor.run_for(inductor.Run())
+    looks = []
+    for number, block in enumerate(passing.blocks):
+        guards = block.call._guards
+        guards.look = lambda number=number, look=guards.look: looks.append(number) or look()
+    before = passing.evaluated
+    assert passing.is_right()
+    assert passing.evaluated == before + 1
+    assert looks == []
+
+
 def test_a_block_with_an_attribute_that_others_have_in_their_class_is_evaluated_for_itself(passing, monkeypatch):
     """What is changed in the class goes for them alone, so neither says anything of the other."""
     monkeypatch.setattr(Helper, "more", 1.0, raising=False)
