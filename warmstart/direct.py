@@ -25,6 +25,8 @@ from warmstart.arguments import CONSTANTS, canonical, flat
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from warmstart.arguments import Flat
+
 # Instructions that only look something up, or make something new. No jumps, so all of them run once.
 _PURE = (
     "BINARY_SUBSCR", "BUILD_", "CACHE", "CALL", "COPY", "DELETE_FAST", "DUP_", "EXTENDED_ARG", "KW_NAMES",
@@ -122,10 +124,8 @@ def watched(
     alike.__defaults__, alike.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
     with _watched_inside(graph) as inner:
         result = alike(module, *args, **kwargs)
-    after = flat(args, kwargs)
-    if not given or not after or after.form != given.form or [*map(id, after.tensors)] != [*map(id, given.tensors)]:
-        return result, None  # it left something in a list or a dictionary
-    if len(outer) != 1:
+    # Otherwise it left something in a list or a dictionary.
+    if not given or len(outer) != 1 or not _alike(given, flat(args, kwargs)):
         return result, None
     # One output more is an input that Inductor changed, and what is outside it puts that in its place.
     if len(inner) == 1 and [*map(id, inner[0].outputs)] == [*map(id, outer[0].outputs)]:
@@ -134,6 +134,10 @@ def watched(
     with contextlib.suppress(_OtherError):
         return result, _direct(outer[0], result, given.tensors, own)
     return result, None
+
+
+def _alike(given: Flat, after: Flat | None) -> bool:
+    return after is not None and after.form == given.form and [*map(id, after.tensors)] == [*map(id, given.tensors)]
 
 
 class _Seen(NamedTuple):
