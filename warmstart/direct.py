@@ -18,7 +18,6 @@ import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch._inductor.output_code import CompiledFxGraph
 
 from warmstart.arguments import CONSTANTS, canonical, flat
 
@@ -187,7 +186,8 @@ def _of_inductor(graph: Any) -> Any:
     seen = {id(graph): graph}
     left = [graph]
     for item in left:
-        if isinstance(item, CompiledFxGraph):
+        # Inductor's `CompiledFxGraph`; by what is used of it, since its place differs between versions of torch.
+        if "current_callable" in getattr(item, "__dict__", ()):
             found[id(item)] = item
             continue
         leads_to: list[Any] = []
