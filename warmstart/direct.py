@@ -182,12 +182,15 @@ def _watched_inside(graph: Any) -> Iterator[list[_Seen]]:
 
 def _of_inductor(graph: Any) -> Any:
     """Inductor's part of a graph: the one that the functions round it lead to; None if that is not so."""
+    try:
+        from torch._inductor.output_code import CompiledFxGraph
+    except ImportError:
+        return None  # another version of torch
     found: dict[int, Any] = {}
     seen = {id(graph): graph}
     left = [graph]
     for item in left:
-        # Inductor's `CompiledFxGraph`; by what is used of it, since its place differs between versions of torch.
-        if "current_callable" in getattr(item, "__dict__", ()):
+        if isinstance(item, CompiledFxGraph):
             found[id(item)] = item
             continue
         leads_to: list[Any] = []
