@@ -26,8 +26,17 @@ def peak_bytes() -> int:
 
     Not ru_maxrss: a child that was started without a copy of its parent's memory counts the parent's highest there.
     """
-    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:")]
-    return int(line.split()[1]) * 1024
+    return _kilobytes(Path("/proc/self/status"), "VmHWM:") * 1024
+
+
+def free_bytes() -> int:
+    """Return the memory that processes may still take, as the kernel estimates it for the whole machine."""
+    return _kilobytes(Path("/proc/meminfo"), "MemAvailable:") * 1024
+
+
+def _kilobytes(file: Path, name: str) -> int:
+    [line] = [line for line in file.read_text().splitlines() if line.startswith(name)]
+    return int(line.split()[1])
 
 
 def cpu_model() -> str:

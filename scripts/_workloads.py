@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import statistics
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from _machine import own_cpu_s, peak_bytes
 
@@ -24,19 +24,17 @@ ROOT = Path(__file__).resolve().parent.parent
 REFERENCE, FLUX, PROJECT = "reference", "flux", "project"
 BUILT = (REFERENCE, FLUX)
 """Workloads that the benchmark makes itself, with random weights."""
-WARM_REQUESTS = 20
-"""How many requests the steady state is the median of."""
 
 
 def main() -> None:
-    """Do what the order on the command line says; the answer is a file, since the boot prints."""
+    """Do what the order on the command line says; answers go through a socket, since the boot prints."""
     order = json.loads(sys.argv[1])
     sys.path.insert(0, str(ROOT))
     if "build" in order:
         build(order["workload"], Path(order["build"]))
         return
-    answer = measured(order)
-    Path(order["answer"]).write_text(json.dumps(answer))
+    with socket.socket(fileno=order["turns"]) as turns, turns.makefile("rw") as pipe:
+        answer_in_turns(order, pipe)
 
 
 TRANSFORMERS: dict[str, dict[str, Any]] = {
@@ -139,8 +137,8 @@ def plan_of(workload: str) -> tuple[list[Any], Sequence[str]]:
     return [warmstart.Request(f"{pixels}x{pixels}", inputs)], [__file__]
 
 
-def measured(order: dict[str, Any]) -> dict[str, Any]:
-    """Boot in this process, answer some requests, and return seconds, counters and memory.
+def answer_in_turns(order: dict[str, Any], pipe: IO[str]) -> None:
+    """Boot, say what it took, and answer as many requests as each line of `pipe` says, until one says 0.
 
     `boot_s` is from the start of the interpreter (`order["started"]`, a reading of the monotonic clock, which is the
     same in all processes) to the moment at which any planned request can be answered.
@@ -150,9 +148,16 @@ def measured(order: dict[str, Any]) -> dict[str, Any]:
     run, answer = with_warmstart(plan, sources) if ours else without(plan, order["model"], order["mode"] != "eager")
     answer["boot_s"] = time.monotonic() - order["started"]
     answer["phases"] = {"start": answer["boot_s"] - sum(answer["phases"].values())} | answer["phases"]
-    seconds = [timed(lambda: run(plan[0])) for _ in range(1 + WARM_REQUESTS)]
-    answer |= {"first_s": seconds[0], "steady_s": statistics.median(seconds[1:])}
-    return answer | used()
+    tell(pipe, answer | {"first_s": timed(lambda: run(plan[0]))} | used())
+    while requests := int(pipe.readline() or 0):
+        tell(pipe, [timed(lambda: run(plan[0])) for _ in range(requests)])
+    tell(pipe, used())
+
+
+def tell(pipe: IO[str], answer: object) -> None:
+    """Write one line of JSON."""
+    pipe.write(json.dumps(answer) + "\n")
+    pipe.flush()
 
 
 def with_warmstart(plan: list[Any], sources: Sequence[str]) -> tuple[Callable[[Any], object], dict[str, Any]]:
@@ -218,7 +223,7 @@ def used() -> dict[str, Any]:
 
     answer: dict[str, Any] = {"cpu_s": own_cpu_s(), "peak_bytes": peak_bytes()}
     if torch.cuda.is_available():
-        answer["gpu_peak_bytes"] = torch.cuda.max_memory_allocated()
+        answer |= {"gpu_peak_bytes": torch.cuda.max_memory_allocated(), "gpu_free_bytes": torch.cuda.mem_get_info()[0]}
     return answer
 
 

@@ -371,18 +371,18 @@ class Guards:
         if forward is None or self.walk is not asked.walk or not _from_entries():
             return
         entries = _entries(forward.__code__)
+        all_pure = all(_is_pure(entry.code) for entry in entries)
         # One that is alone was the one. Of several, which hold other kinds of call, its own guards say.
         if len(entries) > 1:
             entries = [entry for entry in entries if _accepts(entry, forward, self.module, args, kwargs)]
         if not entries:
             return
-        only = len(entries) == 1
         code = entries[0].code
-        if code.co_freevars or not direct.graph_name(code):
+        if not _is_pure(code):
             self._give_up()
             return
-        # Of such code it is known that it changes nothing.
-        if only and passes.number == asked.stretch:
+        # Whichever of them ran, it changed nothing.
+        if all_pure and passes.number == asked.stretch:
             passes.looked = passes.number
         entry = (id(code), passes.forms.setdefault(asked.walk.form(), len(passes.forms)))
         passes.runs[entry] = inductor.run()
@@ -463,6 +463,11 @@ def _metadata_check(tensors: list[torch.Tensor]) -> Callable[..., bool]:
     """Torch's own check of as many tensors for the same classes, dtypes, devices, shapes and strides."""
     check: Callable[..., bool] = _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     return check
+
+
+def _is_pure(code: types.CodeType) -> bool:
+    """Whether compiled code does nothing but call its graph."""
+    return not code.co_freevars and bool(direct.graph_name(code))
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

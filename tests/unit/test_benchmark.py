@@ -69,12 +69,13 @@ def test_figures_of_a_quiet_machine_may_be_quoted(benchmark):
     [
         ({"rounds": 4}, "4 rounds are fewer"),
         ({"others": 1e6}, "other processes used"),
-        ({"steady": 1.5}, "the steady state of eager went from 1.000 to 1.500 s"),
+        ({"steady": 1.5}, "the steady state of whole-warm went from 1.000 to 1.500 of eager's"),
     ],
 )
 def test_figures_of_a_busy_machine_or_of_few_rounds_are_not_to_be_quoted(benchmark, change, word):
     found = figures(benchmark)
-    found["eager"]["steady_s"] = {"median": 1.0, "min": 1.0, "max": change.get("steady", 1.0)}
+    found["whole-warm"]["steady_to_eager"] = {"median": 1.0, "min": 1.0, "max": change.get("steady", 1.0)}
+    found["eager"]["steady_s"] = {"median": 1.0, "min": 1.0, "max": 2.0}  # of the host, and so of all modes
     [doubt] = benchmark.doubts(found, others=change.get("others", 0.0), rounds=change.get("rounds", 5))
     assert word in doubt
 
@@ -87,13 +88,76 @@ def test_modes_keep_their_order_and_a_warm_one_needs_its_cold_one(benchmark):
         benchmark.modes("lukewarm")
 
 
-def test_a_boot_that_does_not_end_as_its_mode_says_is_no_figure(benchmark, monkeypatch, tmp_path):
-    def child(order, place, environment):
-        (place / "answer.json").write_text(json.dumps({"outcome": "cold", "reason": "no bundle fits"}))
+# A process that boots in no time; what it answers to each line is told by the test.
+PROCESS = """
+import json, socket, sys
+with socket.socket(fileno=json.loads(sys.argv[1])["turns"]) as turns, turns.makefile("rw") as pipe:
+    print(json.dumps({row}), file=pipe, flush=True)
+    while requests := int(pipe.readline() or 0):
+        {work}
+        print(json.dumps([1.0] * requests), file=pipe, flush=True)
+    print(json.dumps({{"peak_bytes": 2}}), file=pipe, flush=True)
+"""
 
-    monkeypatch.setattr(benchmark, "child", child)
+
+@pytest.fixture
+def processes(benchmark, monkeypatch):
+    """Has each boot be such a process, and returns what they are told in turn."""
+
+    def start(*, work: str = "pass", **row) -> list:
+        program = PROCESS.format(row={"outcome": "", "reason": "", "boot_s": 1.0, "peak_bytes": 1} | row, work=work)
+        monkeypatch.setattr(benchmark, "command", lambda order: [sys.executable, "-c", program, json.dumps(order)])
+        asked: list = []
+        ask = benchmark.Booted._ask
+        monkeypatch.setattr(
+            benchmark.Booted, "_ask", lambda self, number: asked.append((self.mode, number)) or ask(self, number)
+        )
+        return asked
+
+    return start
+
+
+def run_round(benchmark, place, *modes: str) -> list:
+    options = argparse.Namespace(workload="reference", rounds=1)
+    return benchmark.round_of(0, modes, options, "weights", place)
+
+
+def test_processes_of_a_round_take_turns(benchmark, processes, tmp_path):
+    asked = processes()
+    rows = run_round(benchmark, tmp_path, "eager", "whole-cold")
+    one_turn = [("eager", benchmark.REQUESTS), ("whole-cold", benchmark.REQUESTS)]
+    assert asked == one_turn * benchmark.TURNS + [("eager", 0), ("whole-cold", 0)]
+    assert [(mode, row["steady_s"], row["peak_bytes"]) for mode, row in rows] == [
+        ("eager", 1.0, 2),
+        ("whole-cold", 1.0, 2),
+    ]
+
+
+@pytest.mark.parametrize("full", ["memory", "gpu"])
+def test_a_process_that_leaves_no_room_for_another_goes_on_alone(benchmark, processes, tmp_path, full):
+    asked = processes(**({"peak_bytes": 1 << 60} if full == "memory" else {"gpu_peak_bytes": 10, "gpu_free_bytes": 19}))
+    run_round(benchmark, tmp_path, "eager", "whole-cold")
+    alone = [benchmark.REQUESTS] * benchmark.TURNS + [0]
+    assert asked == [(mode, number) for mode in ("eager", "whole-cold") for number in alone]
+
+
+def test_a_boot_that_does_not_end_as_its_mode_says_is_no_figure(benchmark, processes, tmp_path):
+    processes(outcome="cold", reason="no bundle fits")
     with pytest.raises(benchmark.BootError, match="The regional-warm boot ended cold: no bundle fits"):
-        benchmark.boot("regional-warm", "reference", "weights", tmp_path, 0)
+        run_round(benchmark, tmp_path, "regional-warm")
+
+
+def test_a_process_that_dies_is_told_with_its_last_words_and_no_other_is_left(benchmark, processes, tmp_path):
+    processes(work="sys.exit('out of memory')")
+    started = []
+    popen = subprocess.Popen
+    benchmark.subprocess.Popen = lambda *args, **options: started.append(popen(*args, **options)) or started[-1]
+    try:
+        with pytest.raises(benchmark.BootError, match=r"The eager process failed: out of memory\."):
+            run_round(benchmark, tmp_path, "eager", "whole-cold")
+    finally:
+        benchmark.subprocess.Popen = popen
+    assert [process.returncode is not None for process in started] == [True, True]
 
 
 def test_the_table_tells_each_bar_and_each_doubt(benchmark):
@@ -133,23 +197,14 @@ def test_an_eager_boot_of_the_reference_is_measured():
 
 
 def test_with_minutes_cold_modes_run_once_and_others_while_there_is_time(benchmark, monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(benchmark.time, "monotonic", lambda: now[0])
-    cost_s = {"eager": 10.0, "regional-cold": 100.0, "regional-warm": 15.0}
-    chosen = argparse.Namespace(modes=tuple(cost_s), rounds=5, minutes=3.0)
-    ran = []
-    for number, mode in benchmark.schedule(chosen, 0.0):
-        ran.append((number, mode))
-        now[0] += cost_s[mode]
-    # 125 s, then 25 s each: a third of those would end at 200 s.
-    assert ran == [(0, mode) for mode in cost_s] + [
-        (1, "eager"),
-        (1, "regional-warm"),
-        (2, "eager"),
-        (2, "regional-warm"),
-    ]
-    everything = argparse.Namespace(modes=tuple(cost_s), rounds=2, minutes=None)
-    assert list(benchmark.schedule(everything, 0.0)) == [(number, mode) for number in (0, 1) for mode in cost_s]
+    monkeypatch.setattr(benchmark.time, "monotonic", lambda: 100.0)
+    chosen = argparse.Namespace(modes=("eager", "regional-cold", "regional-warm"), rounds=5, minutes=3.0)
+    rows = {mode: [row(10.0, steady_s=1.0)] for mode in chosen.modes}
+    assert benchmark.modes_of(0, chosen, 0.0, {}) == chosen.modes
+    # Twice 10 s and 21 requests of 1 s: 62 of the 80 s that are left.
+    assert benchmark.modes_of(1, chosen, 0.0, rows) == ["eager", "regional-warm"]
+    assert benchmark.modes_of(1, chosen, -20.0, rows) == ()
+    assert benchmark.modes_of(4, argparse.Namespace(modes=chosen.modes, minutes=None), 0.0, rows) == chosen.modes
 
 
 def test_the_parts_of_the_flux_workload_fit_together(tmp_path, monkeypatch):
