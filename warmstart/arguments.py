@@ -14,6 +14,10 @@ CONSTANTS = frozenset(
     {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.Size}
 )
 
+# What AOTAutograd puts on the outputs of a graph for sizes of any value: which those are. Dynamo heeds it when it
+# compiles, and no guard looks at it (torch/_functorch/_aot_autograd/runtime_wrappers.py).
+_NOT_GUARDED = {"_dynamo_propagated_dynamic_indices"}
+
 
 def canonical(value: Any, seen: set[int] | None = None) -> Any:
     """Gives tensors (any shape) the strides that their shape implies, also in tuples, lists and dictionaries.
@@ -68,7 +72,7 @@ def _take_apart(values: Iterable[Any], tensors: list[torch.Tensor], form: list[A
         form.append(kind)
         if kind is torch.Tensor:
             # An attribute may be asked for, or say that a size of it is dynamic.
-            if value.__dict__:
+            if value.__dict__ and value.__dict__.keys() != _NOT_GUARDED:
                 return False
             tensors.append(value)
         elif kind in CONSTANTS:
