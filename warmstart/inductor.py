@@ -53,22 +53,24 @@ def load() -> None:
 
 
 def _trust_vector_units() -> None:
-    """Has torch take a processor's AVX2 and AVX-512 as usable with its headers, without building a library to see.
+    """Has torch take a processor's vector units as usable by its compiler, without building a library to see.
 
-    Torch 2.13 builds one for each of up to four instruction sets, 4 s each, loads it in another process in each boot,
-    and takes one that was cut short for a processor without vector units. It is for compilers too old for torch's
-    headers (GCC 7), which need C++20 by now. The processor itself, and small extensions, are asked for as before.
-    To be taken out when torch no longer builds it.
+    Torch 2.13 builds one that includes its vector headers for each of up to four instruction sets, 4 s each, and a small
+    one for each of VNNI and bf16; it loads each in another process in each boot, and takes one that was cut short for a
+    processor without vector units. They are for compilers too old for torch's headers, which need C++20 by now, and so
+    GCC 10 or clang 10, the first that know all of these instructions. The processor itself is asked as before, and so
+    is a compiler for AMX, which needs a later one. To be taken out when torch no longer builds them.
     """
     import torch
-    from torch._inductor.cpu_vec_isa import VecISA
+    from torch._inductor.cpu_vec_isa import VecAVX512, VecAVX512VNNI, VecISA
 
     build = VecISA.check_build
     if platform.machine() != "x86_64" or getattr(build, "trusting", False) or not torch.cpu._is_avx2_supported():
         return
+    trusted = {VecISA._avx_code, VecAVX512._avx512_bf16_code, VecAVX512VNNI._avx512_vnni_code}
 
     def check_build(self: VecISA, code: str) -> bool:
-        return code == VecISA._avx_code or build(self, code)
+        return code in trusted or build(self, code)
 
     check_build.trusting = True  # type: ignore[attr-defined]
     VecISA.check_build = check_build  # type: ignore[method-assign]

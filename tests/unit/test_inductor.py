@@ -149,8 +149,8 @@ def test_nothing_is_built_ahead_on_a_disk_with_little_room(monkeypatch, counted,
     assert asked == []
 
 
-def test_vector_units_of_the_processor_are_taken_as_usable_and_extensions_are_tested(monkeypatch) -> None:
-    from torch._inductor.cpu_vec_isa import VecAVX2, VecAVX512, VecISA
+def test_vector_units_of_the_processor_are_taken_as_usable_and_amx_is_tested(monkeypatch) -> None:
+    from torch._inductor.cpu_vec_isa import VecAMX, VecAVX2, VecAVX512, VecAVX512VNNI, VecISA
 
     built = []
     monkeypatch.setattr(VecISA, "check_build", lambda self, code: built.append(code) or False)
@@ -158,9 +158,11 @@ def test_vector_units_of_the_processor_are_taken_as_usable_and_extensions_are_te
     inductor.load()
     inductor.load()
     assert VecAVX2().check_build(VecISA._avx_code)
+    assert VecAVX512().check_build(VecAVX512._avx512_bf16_code)
+    assert VecAVX512VNNI().check_build(VecAVX512VNNI._avx512_vnni_code)
     assert built == []
-    assert not VecAVX2().check_build(VecAVX512._avx512_bf16_code)
-    assert built == [VecAVX512._avx512_bf16_code]
+    assert not VecAMX().check_build(VecAMX._amx_code)
+    assert built == [VecAMX._amx_code]
 
 
 def test_torch_tests_other_processors_itself(monkeypatch) -> None:
