@@ -55,11 +55,11 @@ def load() -> None:
 def _trust_vector_units() -> None:
     """Has torch take a processor's vector units as usable by its compiler, without building a library to see.
 
-    Torch 2.13 builds one that includes its vector headers for each of up to four instruction sets, 4 s each, and a small
-    one for each of VNNI and bf16; it loads each in another process in each boot, and takes one that was cut short for a
-    processor without vector units. They are for compilers too old for torch's headers, which need C++20 by now, and so
-    GCC 10 or clang 10, the first that know all of these instructions. The processor itself is asked as before, and so
-    is a compiler for AMX, which needs a later one. To be taken out when torch no longer builds them.
+    Torch 2.13 builds one that includes its vector headers for each of up to four instruction sets, 4 s each, and a
+    small one for each of VNNI and bf16; it loads each in another process in each boot, and takes one that was cut short
+    for a processor without vector units. They are for compilers too old for torch's headers, which need C++20 by now,
+    and so GCC 10 or clang 10, the first that know all of these instructions. The processor itself is asked as before,
+    and so is the compiler for AMX, which needs a later one. To be taken out when torch no longer builds them.
     """
     import torch
     from torch._inductor.cpu_vec_isa import VecAVX512, VecAVX512VNNI, VecISA
