@@ -5,6 +5,7 @@ no prediction waits for a compile. cog-text.yaml serves it.
 """
 
 import random
+from collections.abc import Sequence
 
 from cog import BaseRunner, ConcatenateIterator, Input, streaming
 
@@ -16,10 +17,12 @@ PREFILLS = (1, 16, 64, 256)
 CACHE_TOKENS = 512
 
 
-def request(prompt: str, max_new_tokens: int, temperature: float, top_p: float, seed: int) -> warmstart.Request:
+def request(
+    prompt: str, max_new_tokens: int, temperature: float, top_p: float, seed: int, stop: Sequence[str] = ()
+) -> warmstart.Request:
     """Says what one prediction asks for; by the prompt's length it is a case of one of the planned requests."""
     inputs = {"prompt": prompt, "max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p}
-    return warmstart.Request("by its length", inputs, seeds=(seed,))
+    return warmstart.Request("by its length", inputs | {"stop": stop}, seeds=(seed,))
 
 
 def plan() -> list[warmstart.Request]:
@@ -49,6 +52,9 @@ class Predictor(BaseRunner):
         top_p: float = Input(
             default=0.95, ge=0.01, le=1.0, description="Choose among the likeliest tokens of this much probability."
         ),
+        stop_sequences: str = Input(
+            default="", description="End before the first of these. Several are separated by commas."
+        ),
         seed: int | None = Input(
             default=None,
             ge=0,
@@ -60,7 +66,8 @@ class Predictor(BaseRunner):
         # JSON has one kind of number: 2.0 passes for an integer, and arrives as a float.
         seed = random.randrange(2**32) if seed is None else int(seed)  # noqa: S311
         print(f"seed: {seed}")
-        text = self.model.stream(request(prompt, int(max_new_tokens), temperature, top_p, seed))
+        stop = stop_sequences.split(",")
+        text = self.model.stream(request(prompt, int(max_new_tokens), temperature, top_p, seed, stop))
         yield from text
         result = text.result()
         if result.reason:

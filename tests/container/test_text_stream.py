@@ -85,6 +85,15 @@ def test_a_prompt_that_is_too_long_is_refused_with_both_lengths(server: Server) 
     assert "tokens, and the longest that this server is prepared for has 256; shorten it" in body["error"]
 
 
+def test_a_text_ends_before_the_first_of_the_stop_sequences(server: Server, right: Any) -> None:
+    text = "".join(right["output"])
+    stop = text[20:24]
+    assert "," not in stop
+    body = server.predict(ASKED | {"stop_sequences": f"\x00,{stop}"}).body
+    assert body["status"] == "succeeded", body
+    assert "".join(body["output"]) == text[: text.index(stop)]
+
+
 def test_the_empty_prompt_begins_a_text(server: Server) -> None:
     body = server.predict({"prompt": "", "seed": 1}).body
     assert body["status"] == "succeeded"

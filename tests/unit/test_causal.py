@@ -1,6 +1,7 @@
 """Text as it is written here, in padded prompts and buffers of one size, is the text that transformers writes."""
 
 import json
+import random
 from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -13,7 +14,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MambaCon
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from warmstart.models import ModelError, Request, RequestError, causal, family
-from warmstart.models.causal import CausalModel
+from warmstart.models.causal import CausalModel, _Stopping
 
 ROOM = 48
 PREFILLS = (1, 4, 16)
@@ -49,8 +50,8 @@ def planned(prefills: Sequence[int] = PREFILLS, room: int = ROOM) -> list[Reques
     return [Request(f"up to {prefill}", {"prefill": prefill, **lengths}) for prefill in prefills]
 
 
-def ask(prompt: str, tokens: int = 20, temperature: float = 0.0, seed: int = 0, top_p: float = 1.0) -> Request:
-    inputs = {"prompt": prompt, "max_new_tokens": tokens, "temperature": temperature, "top_p": top_p}
+def ask(prompt: str, tokens: int = 20, temperature: float = 0.0, seed: int = 0, **more: Any) -> Request:
+    inputs = {"prompt": prompt, "max_new_tokens": tokens, "temperature": temperature, **more}
     return Request("by its length", inputs, seeds=(seed,))
 
 
@@ -175,6 +176,79 @@ def test_what_ends_a_text_is_not_part_of_it(llama: CausalModel, monkeypatch: pyt
     assert llama.run(ask("a")) == [""]
     # A planned request has to take every step, or the graph of the next one would not be made.
     assert len(list(llama.stream(planned()[0]))) == 2
+
+
+def stopped(text: str, stops: Sequence[str]) -> str:
+    """The text before the string among some that is complete first, by trying each length."""
+    for end in range(1, len(text) + 1):
+        if whole := [stop for stop in stops if stop and text[:end].endswith(stop)]:
+            return text[: end - max(map(len, whole))]
+    return text
+
+
+@pytest.mark.parametrize("stops", [(), ("",), ("b",), ("ab", "bc"), ("aab", "ba"), ("abcab",), ("aaa", "aac", "c")])
+def test_a_text_ends_before_what_stops_it_wherever_its_pieces_part(stops: Sequence[str]) -> None:
+    choose = random.Random(0)
+    for _ in range(200):
+        pieces = ["".join(choose.choices("abc", k=choose.randrange(4))) for _ in range(8)]
+        stopping, got = _Stopping(stops), ""
+        for number, piece in enumerate(pieces):
+            got += stopping.add(piece, last=number == 7)
+            assert stopped("".join(pieces[: number + 1]), stops).startswith(got)
+            if stopping.stopped:
+                break
+        assert (got, stopping.held) == (stopped("".join(pieces), stops), "")
+
+
+def test_what_stops_a_text_is_not_part_of_it_and_its_buffers_are_used_again(llama: CausalModel) -> None:
+    [text] = llama.run(ask("one two"))
+    for stop in (text[7], text[7:12], text[-1:], text):
+        assert llama.run(ask("one two", stop=["not in it", stop])) == [text[: text.index(stop)]]
+    assert len(llama._free) == 1
+
+
+def test_what_only_began_as_a_stop_is_given_when_the_text_ends(
+    llama: CausalModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [text] = llama.run(ask("one two"))
+    assert llama.run(ask("one two", stop=[text[-2:] + "and more"])) == [text]
+    # The model's own end, at which nothing more comes.
+    pieces = list(llama.stream(ask("one two")))
+    numbers = [llama._tokenizer.encode(piece, add_special_tokens=False) for piece in pieces]
+    end = next(found for found in numbers[5:] if len(found) == 1 and found not in numbers[:5])
+    monkeypatch.setattr(llama, "_ends", frozenset(end))
+    [ended] = llama.run(ask("one two"))
+    assert ended
+    assert llama.run(ask("one two", stop=[ended[-2:] + "and more"])) == [ended]
+
+
+TEMPLATE = (
+    "{% for message in messages %}{% if message.role not in ('user', 'assistant') %}"
+    "{{ raise_exception('only users speak here') }}{% endif %}"
+    "<{{ message.role }}>{{ message.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_messages_are_put_as_the_model_was_taught(llama_dir: Path) -> None:
+    messages = [{"role": "user", "content": "one"}]
+    llama = load(llama_dir, planned((1, 32)))
+    llama._tokenizer.chat_template = TEMPLATE
+    given = llama._tokenizer("<user>one<assistant>", add_special_tokens=False)["input_ids"]
+    asked = Request("by its length", {"messages": messages, "max_new_tokens": 4})
+    assert llama._numbers(asked) == given
+    assert llama.run(asked) != llama.run(ask("one", 4))
+
+
+@pytest.mark.parametrize("messages", [[{"role": "judge", "content": "one"}], ["one"], 7])
+def test_messages_that_the_template_refuses_are_refused_with_its_words(llama: CausalModel, messages: Any) -> None:
+    llama._tokenizer.chat_template = TEMPLATE
+    with pytest.raises(RequestError, match="the model's chat template refuses these messages"):
+        llama.run(Request("by its length", {"messages": messages, "max_new_tokens": 4}))
+
+
+def test_messages_for_a_model_without_a_chat_template_are_refused(llama: CausalModel) -> None:
+    with pytest.raises(RequestError, match=r"no chat template.*ask with a prompt"):
+        llama.run(Request("by its length", {"messages": [], "max_new_tokens": 4}))
 
 
 def test_a_request_is_a_case_of_the_shortest_planned_length_that_holds_it(llama: CausalModel) -> None:

@@ -31,8 +31,10 @@ class CausalModel:
     """A language model and its tokenizer, on their device.
 
     Inputs of a request are `prompt`, `max_new_tokens`, and as wanted `temperature` (0, the default, takes the likeliest
-    token) and `top_p`. A planned request also has `prefill`, the length in tokens to which prompts are padded (1 is the
-    step that makes each further token, too), and `cache_tokens`, the most that prompt and text have together.
+    token), `top_p` and `stop`, a list of strings: the text ends before the first of them. In place of `prompt` there
+    may be `messages`, each with `role` and `content`, for a model whose tokenizer has a chat template. A planned
+    request also has `prefill`, the length in tokens to which prompts are padded (1 is the step that makes each further
+    token, too), and `cache_tokens`, the most that prompt and text have together.
 
     Args:
         source: a directory in transformers layout.
@@ -91,10 +93,11 @@ class CausalModel:
     def stream(self, request: Request) -> Iterator[str]:
         """Writes the text of one request: a piece for each token, empty where a character is not complete yet.
 
+        A piece is empty too where it may be the beginning of one of `stop`; if it was none, it is in a later one.
         Several may be under way at once, each in buffers of its own, though only one at a time may be advanced.
 
         Raises:
-            RequestError: the prompt, or what is to follow it, is too long.
+            RequestError: the prompt, or what is to follow it, is too long; or its messages are of no use to the model.
         """
         numbers, limit = self._numbers(request), int(request.inputs["max_new_tokens"])
         length = self._length(request, numbers)
@@ -107,6 +110,7 @@ class CausalModel:
         # A planned request takes each of its steps, whatever the model would say.
         ends = frozenset() if "prefill" in request.inputs else self._ends
         words = DecodeStream(ids=numbers, skip_special_tokens=True)
+        text = _Stopping(request.inputs.get("stop", ()))
         # Whoever stops half way leaves its buffers to the garbage collector: no lock, and nothing to be put in order.
         buffers = self._free.pop() if self._free else self._buffers.fresh()
         # What is padded writes keys that nobody sees: a token sees those before it, all of which are written by then.
@@ -115,9 +119,13 @@ class CausalModel:
         for end in range(len(numbers) + 1, len(numbers) + limit + 1):
             if (token := choose(logits)) in ends:
                 break
-            yield words.step(self._words, token) or ""
-            if end < len(numbers) + limit:
-                logits = self._logits(buffers, [token], start=end - 1, last=0)
+            last = end == len(numbers) + limit
+            yield text.add(words.step(self._words, token) or "", last=last)
+            if last or text.stopped:
+                break
+            logits = self._logits(buffers, [token], start=end - 1, last=0)
+        if text.held:
+            yield text.held
         self._free.append(buffers)
 
     def _logits(self, buffers: _Buffers, numbers: list[int], *, start: int, last: int) -> Tensor:
@@ -135,11 +143,31 @@ class CausalModel:
 
     def _numbers(self, request: Request) -> list[int]:
         """The tokens of the prompt, at least one."""
-        numbers: list[int] = self._tokenizer(request.inputs["prompt"], verbose=False)["input_ids"]
+        messages = request.inputs.get("messages")
+        # A template begins the text by itself.
+        text, begins = (request.inputs["prompt"], True) if messages is None else (self._chat(messages), False)
+        numbers: list[int] = self._tokenizer(text, add_special_tokens=begins, verbose=False)["input_ids"]
         if numbers:
             return numbers
         begin = self._tokenizer.bos_token_id
         return [begin if begin is not None else min(self._ends, default=0)]
+
+    def _chat(self, messages: Sequence[dict[str, str]]) -> str:
+        """Messages in the format that the model was taught, and the beginning of its answer."""
+        if not self._tokenizer.chat_template:
+            raise RequestError(
+                "there are messages, but the model's tokenizer has no chat template, so it was taught no format for"
+                " them; ask with a prompt."
+            )
+        try:
+            text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        # The boundary: a template is the model's own program.
+        except Exception as error:
+            raise RequestError(
+                f"the model's chat template refuses these messages ({error}); give a list of messages, each with role"
+                " and content, in an order that the model was taught."
+            ) from error
+        return text
 
     def _length(self, request: Request, numbers: list[int]) -> int:
         planned = request.inputs.get("prefill")
@@ -150,6 +178,35 @@ class CausalModel:
             f"the prompt has {len(numbers)} tokens, and the longest that this server is prepared for has"
             f" {max(self._labels)}; shorten it, or plan a longer prefill in the Predictor."
         )
+
+
+class _Stopping:
+    """A text that ends before the first of some strings.
+
+    Attributes:
+        held: what may be the beginning of one of them, and is part of the text if the text ends with it.
+        stopped: whether one of them came.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.held = ""
+        self.stopped = False
+        self._stops = [stop for stop in stops if stop]
+
+    def add(self, piece: str, *, last: bool = False) -> str:
+        """Takes the next piece of what the model writes; returns what of the text is certain by now."""
+        text = self.held + piece
+        if found := [place for stop in self._stops if (place := text.find(stop)) >= 0]:
+            self.held, self.stopped = "", True
+            return text[: min(found)]
+        begun = 0 if last else max((_begun(text, stop) for stop in self._stops), default=0)
+        self.held = text[len(text) - begun :]
+        return text[: len(text) - begun]
+
+
+def _begun(text: str, stop: str) -> int:
+    """How many characters at the end of a text are the beginning of a string."""
+    return next((size for size in range(min(len(stop), len(text)), 0, -1) if text.endswith(stop[:size])), 0)
 
 
 class _Slots(StaticLayer):  # type: ignore[misc]
