@@ -216,6 +216,7 @@ class _Boot:
             served.never_compile()
         with self.clock.phase("workers"):
             inductor.shut_down_workers()
+            process.end_idle_threads()  # of loading the model; predictions run on other threads
             if self.headers is not None and self.settings.unplanned != "compile":
                 inductor.drop_headers(self.headers)
         self._settle()

@@ -1,8 +1,9 @@
-"""What this process takes of its machine: memory, children, time to look for garbage. Knows not what runs in it."""
+"""What this process takes of its machine: memory, children, threads, time to look for garbage. Knows not what runs."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
 from collections.abc import Iterator
@@ -49,6 +50,28 @@ def _command(pid: int) -> str:
         return " ".join(os.fsdecode(part) for part in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") if part)
     except OSError:
         return ""
+
+
+def end_idle_threads() -> None:
+    """Ends the threads of OpenMP that work for the calling one, until it needs them again.
+
+    Each thread that runs parallel work has a team of its own, which lives as long as the thread does. Where teams have
+    more threads than there are cores, GNU's libgomp lets none of them wait busily: each then sleeps after each kernel,
+    and to wake it takes as long as a small kernel (`gomp_throttled_spin_count` in its config/linux/wait.h). The server
+    answers each prediction on a thread of a pool, which stays for 10 s.
+    """
+    # Of OpenMP 5. Torch loads its runtime for all; where there is none there is no team.
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).omp_pause_resource_all(1)  # omp_pause_soft: settings stay
+
+
+@contextlib.contextmanager
+def passing_threads() -> Iterator[None]:
+    """For what may run on any thread: inside it OpenMP may have threads for this one, and at its end they end."""
+    try:
+        yield
+    finally:
+        end_idle_threads()
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Self, cast
 
-from warmstart import inductor
+from warmstart import inductor, process
 from warmstart.inductor import Missing
 from warmstart.models import Request, RequestError, Result
 
@@ -82,7 +82,7 @@ class Served:
         """
         tally = self._tally(request)
         # One lock round whatever may compile: Dynamo compiles in one thread at a time, and pipelines keep state.
-        with _RUNNING, inductor.compiling(self._missing), self._counted(tally):
+        with process.passing_threads(), _RUNNING, inductor.compiling(self._missing), self._counted(tally):
             self._adapt(tally)
             outputs, tally.refused = self._run(request)
         return Result(outputs, tally.seconds, tally.graphs, self._why_slower(tally))
@@ -244,6 +244,7 @@ class Stream:
             if piece:
                 self._text.append(piece)
                 return piece
+        process.end_idle_threads()
         raise StopIteration
 
     def result(self) -> Result:

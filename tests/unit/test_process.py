@@ -1,6 +1,7 @@
 """What the boot knows and asks of its own process."""
 
 import gc
+import os
 import subprocess
 import sys
 import weakref
@@ -65,3 +66,39 @@ def test_memory_and_children_are_those_of_this_process():
         assert any("input()" in command for command in process.children())
         child.communicate(b"\n")
     assert not any("input()" in command for command in process.children())
+
+
+# In a process of its own: how many threads OpenMP has is settled when torch is loaded, and tests have one each.
+TEAMS = """
+import os, time
+import torch
+from warmstart import process
+
+def more(expected):
+    for _ in range(600):  # what was told to end takes a moment
+        if (found := len(os.listdir("/proc/self/task")) - before) == expected:
+            break
+        time.sleep(0.1)
+    return found
+
+torch.set_num_threads(2)
+before = len(os.listdir("/proc/self/task"))
+large = torch.zeros(1 << 20)
+print(more(1))
+process.end_idle_threads()
+print(more(0))
+print(bool((large.cos() == 1).all()), more(1), torch.get_num_threads())
+"""
+
+
+def test_threads_that_work_for_an_idle_one_end_and_come_again():
+    done = subprocess.run(
+        [sys.executable, "-c", TEAMS],
+        capture_output=True, text=True, timeout=120, check=True, env={**os.environ, "OMP_NUM_THREADS": "2"},
+    )  # fmt: skip
+    assert done.stdout.split() == ["1", "0", "True", "1", "2"]
+
+
+def test_without_openmp_there_is_nothing_to_end(monkeypatch):
+    monkeypatch.setattr(process.ctypes, "CDLL", lambda name: object())
+    process.end_idle_threads()

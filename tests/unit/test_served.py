@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from warmstart import inductor
+from warmstart import inductor, process
 from warmstart.models import Request, RequestError
 from warmstart.served import _RUNNING, Served, UnplannedRequestError
 
@@ -47,13 +47,39 @@ def test_what_the_model_compiles_itself_is_answered_where_no_graph_covers_it(unp
     assert (inductor.graphs() > before) is (unplanned == "compile")
 
 
-def test_an_error_of_the_model_is_its_own() -> None:
-    class Broken(Labelled):
-        def run(self, request: Request) -> list[object]:
-            raise RuntimeError("no such prompt")
+class Broken(Labelled):
+    def run(self, request: Request) -> list[object]:
+        raise RuntimeError("no such prompt")
 
+
+def test_an_error_of_the_model_is_its_own() -> None:
     with pytest.raises(RuntimeError, match="no such prompt"):
         served(Broken())(Request("a", {}))
+
+
+def test_a_request_leaves_no_threads_to_the_one_that_it_ran_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server's own threads stay, and each would keep some that slow down those of the next request."""
+    ended: list[str] = []
+    monkeypatch.setattr(process, "end_idle_threads", lambda: ended.append("ended"))
+
+    class Writing(Labelled):
+        def run(self, request: Request) -> list[object]:
+            assert not ended
+            return []
+
+        def stream(self, request: Request) -> Iterator[str]:
+            yield from ("a", "b")
+
+    served(Writing())(Request("a", {}))
+    assert ended.pop()
+    with pytest.raises(RuntimeError):
+        served(Broken())(Request("a", {}))
+    assert ended.pop()
+    pieces = served(Writing()).stream(Request("a", {}))
+    # Between two tokens they would only have to be started again.
+    assert (next(pieces), next(pieces), ended) == ("a", "b", [])
+    assert next(pieces, None) is None
+    assert ended
 
 
 def test_two_models_of_a_process_answer_one_after_the_other() -> None:
