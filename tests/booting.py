@@ -27,6 +27,9 @@ DRAWN = [
 ONE = "import predict\nPLAN = [predict.request('7', '1:1', 1, 1, 1.0, 0)]"
 TWO = ONE + "\nPLAN.append(predict.request('7', '3:2', 1, 1, 1.0, 0))"
 SMALL = {"WARMSTART_REGIONS": "FeedForward"}
+# Its one kernel is built in less time without the header that many kernels share.
+HEADER = "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"
+QUICK = {**SMALL, HEADER: "0"}
 # Slower to compile, and all that it is given depends on the picture's size: another size uses nothing of it.
 BLOCK = {"WARMSTART_REGIONS": "FluxTransformerBlock"}
 SEVEN = [["a handwritten seven", "1:1", 1, 8, 1.0, 11]]

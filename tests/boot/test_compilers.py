@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from booting import ONE, SEVEN, SMALL, TWO
+from booting import HEADER, ONE, QUICK, SEVEN, TWO
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
@@ -27,7 +27,7 @@ def filled(boot, tmp_path_factory):
     CXX is set there and nowhere else: the name is in Inductor's own key, which must be found without it.
     """
     store = tmp_path_factory.mktemp("filled") / "store"
-    booted = boot(store, draw=SEVEN, before=ONE, environment={**SMALL, "CXX": str(COMPILER)})
+    booted = boot(store, draw=SEVEN, before=ONE, environment={**QUICK, "CXX": str(COMPILER)})
     assert booted.report["outcome"] == "cold"
     return store, booted
 
@@ -37,7 +37,7 @@ def bare(tmp_path_factory):
     """The surroundings of a host without a compiler: nothing is on PATH but Python."""
     folder = tmp_path_factory.mktemp("bin")
     (folder / "python").symlink_to(sys.executable)
-    return {**SMALL, "PATH": str(folder)}
+    return {**QUICK, "PATH": str(folder)}
 
 
 def broken(folder: Path, body: str) -> dict[str, str]:
@@ -49,7 +49,7 @@ def broken(folder: Path, body: str) -> dict[str, str]:
     real = f'PATH=/usr/bin:/bin exec -a g++ {COMPILER} "$@"'
     path.write_text(f'#!/bin/bash\ncase "$1" in --version|-v|-dump*) {real};; esac\n{body}\n{real}\n')
     path.chmod(0o755)
-    return {**SMALL, "PATH": f"{path.parent}:/usr/bin:/bin"}
+    return {**QUICK, "PATH": f"{path.parent}:/usr/bin:/bin"}
 
 
 def is_warm(booted) -> bool:
@@ -80,7 +80,7 @@ def test_a_host_without_a_compiler_says_so_and_is_eager(boot, bare, right, tmp_p
 
 
 def test_a_compiler_that_does_not_tell_its_version_is_none(boot, right, tmp_path):
-    booted = boot(tmp_path / "store", draw=SEVEN, before=ONE, environment={**SMALL, "CXX": "/bin/false"})
+    booted = boot(tmp_path / "store", draw=SEVEN, before=ONE, environment={**QUICK, "CXX": "/bin/false"})
     assert booted.report["outcome"] == "eager"
     assert "CXX is '/bin/false', which fails when asked for its version" in booted.report["reason"]
     assert booted.pictures == right[:1]
@@ -96,7 +96,7 @@ def test_a_compiler_that_does_not_tell_its_version_is_none(boot, right, tmp_path
     ids=["links nothing", "hangs", "no Python.h"],
 )
 def test_a_compiler_that_cannot_compile_is_an_eager_boot_with_a_reason(boot, right, tmp_path, body, before, words):
-    environment = broken(tmp_path, body)
+    environment = broken(tmp_path, body) | {HEADER: "1"}
     booted = boot(tmp_path / "store", draw=SEVEN, before=ONE + before, environment=environment)
     assert booted.report["outcome"] == "eager"
     assert booted.report["reason"].startswith("the compile failed: the C++ compiler")
@@ -145,7 +145,7 @@ def test_what_was_compiled_by_nobody_knows_what_is_not_used(boot, bare, filled, 
 def test_what_is_not_in_the_cache_runs_uncompiled(boot, bare, right, tmp_path):
     store = tmp_path / "store"
     fixed = {"WARMSTART_DYNAMIC": "false"}
-    boot(store, before=TWO, environment={**SMALL, **fixed, "WARMSTART_SETUP_BUDGET_S": "0.01"})
+    boot(store, before=TWO, environment={**QUICK, **fixed, "WARMSTART_SETUP_BUDGET_S": "0.01"})
     environment = {**bare, **fixed, "WARMSTART_UNPLANNED": "compile"}
     booted = boot(store, draw=[*SEVEN, *WIDE], before=TWO, environment=environment)
     assert booted.report["outcome"] == "partial"
@@ -166,7 +166,7 @@ inductor.build_ahead = lambda *given: begun.append(real(*given)) or begun[-1]
 
 def test_only_a_boot_that_must_compile_builds_the_header_ahead_and_no_boot_builds_it_twice(boot, tmp_path):
     log = tmp_path / "log"
-    environment = broken(tmp_path, f'echo "$@" >> {log}')
+    environment = broken(tmp_path, f'echo "$@" >> {log}') | {HEADER: "1"}
     for outcome, ahead, headers in (("cold", [True], 1), ("warm", [], 0)):
         log.write_text("")
         booted = boot(
@@ -182,7 +182,7 @@ def test_only_a_boot_that_must_compile_builds_the_header_ahead_and_no_boot_build
 def test_kernels_are_vectorised_again_after_the_test_of_the_processor_was_cut_short(boot, tmp_path):
     """A cut one fails to load, and torch takes that for a processor without vector units, without a word."""
     live = tmp_path / "live"
-    environment = {**SMALL, "TORCHINDUCTOR_CACHE_DIR": str(live)}
+    environment = {**QUICK, "TORCHINDUCTOR_CACHE_DIR": str(live)}
     first = boot(tmp_path / "store", draw=SEVEN, before=ONE, environment=environment)
     assert first.report["facts"]["vector_isa"] not in (None, "none"), "this processor has no vector units to lose"
     kernels = {path.relative_to(live) for path in live.rglob("*.main.so")}

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from booting import ONE, SEVEN, SMALL, TWO, rebuild
+from booting import ONE, QUICK, SEVEN, TWO, rebuild
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -23,13 +23,13 @@ def right(boot, tmp_path_factory):
 def filled(boot, tmp_path_factory):
     """A store with the small boot's bundle, and what that boot drew."""
     store = tmp_path_factory.mktemp("filled") / "store"
-    booted = boot(store, draw=SEVEN, before=ONE, environment=SMALL)
+    booted = boot(store, draw=SEVEN, before=ONE, environment=QUICK)
     assert booted.report["outcome"] == "cold"
     return store, booted
 
 
 def test_without_a_compiler_the_boot_is_eager_and_right(boot, right, tmp_path):
-    booted = boot(tmp_path / "store", draw=SEVEN, before=ONE, environment={**SMALL, "CXX": "/nowhere/g++"})
+    booted = boot(tmp_path / "store", draw=SEVEN, before=ONE, environment={**QUICK, "CXX": "/nowhere/g++"})
     assert booted.report["outcome"] == "eager"
     assert "there is no C++ compiler: CXX is '/nowhere/g++', which cannot be run" in booted.report["reason"]
     assert booted.pictures == right
@@ -37,7 +37,7 @@ def test_without_a_compiler_the_boot_is_eager_and_right(boot, right, tmp_path):
 
 def test_a_trace_of_a_warm_boot_is_kept_and_made_into_a_page(boot, filled, tmp_path):
     frozen = "import gc\nanswer = [gc.isenabled(), gc.get_freeze_count()]"
-    environment = {**SMALL, "WARMSTART_TRACE_DIR": str(tmp_path / "trace")}
+    environment = {**QUICK, "WARMSTART_TRACE_DIR": str(tmp_path / "trace")}
     booted = boot(filled[0], before=ONE, environment=environment, after=frozen)
     assert booted.report["outcome"] == "warm"
     # What was imported is out of the collector's sight, and the collector at work.
@@ -50,7 +50,7 @@ def test_a_trace_of_a_warm_boot_is_kept_and_made_into_a_page(boot, filled, tmp_p
 
 
 def test_required_makes_a_failed_compile_fatal(boot, tmp_path):
-    environment = {**SMALL, "CXX": "/nowhere/g++", "WARMSTART_COMPILE": "required"}
+    environment = {**QUICK, "CXX": "/nowhere/g++", "WARMSTART_COMPILE": "required"}
     failed = boot.start(tmp_path / "store", before=ONE, environment=environment)
     assert failed.returncode != 0
     assert "WARMSTART_COMPILE=required makes that fatal" in failed.stderr
@@ -72,8 +72,8 @@ Cache.restore = lambda self, deadline_s: Restored(RestoreOutcome.NOTHING, "left 
     )
     # A copy, since a boot that does not know what is stored publishes it again.
     store, first = shutil.copytree(filled[0], tmp_path / "store"), filled[1]
-    assert boot(store, before=ONE, environment=SMALL).report["outcome"] == "warm"
-    booted = boot(store, draw=SEVEN, before=before, environment=SMALL)
+    assert boot(store, before=ONE, environment=QUICK).report["outcome"] == "warm"
+    booted = boot(store, draw=SEVEN, before=before, environment=QUICK)
     assert booted.report["outcome"] == "cold"
     assert (booted.counts["fx_hits"], booted.counts["fx_misses"]) == (0, 1)
     assert booted.counts["kernels_built"] > 0
@@ -86,13 +86,13 @@ def test_code_that_breaks_the_compile_is_set_aside_once_and_never_used_again(boo
     broken = tmp_path / "store"
     [packed] = store.glob("*/*/*.tar.zst")
     rebuild(packed, broken / packed.parent.relative_to(store), tmp_path)
-    booted = boot(broken, draw=SEVEN, before=ONE, environment=SMALL)
+    booted = boot(broken, draw=SEVEN, before=ONE, environment=QUICK)
     assert booted.report["outcome"] == "cold"
     assert any("set aside" in warning for warning in booted.report["warnings"])
     assert any("noted as broken" in warning for warning in booted.report["warnings"])
     assert booted.pictures == first.pictures
     # The processor was asked anew: what the broken tests of it said would give other kernels.
-    healed = boot(broken, draw=SEVEN, before=ONE, environment=SMALL)
+    healed = boot(broken, draw=SEVEN, before=ONE, environment=QUICK)
     assert healed.report["outcome"] == "warm"
     assert (healed.counts["fx_hits"], healed.counts["kernels_built"], healed.report["warnings"]) == (1, 0, [])
     assert "noted that its files break the compile" in healed.report["restored"]["reason"]
@@ -101,14 +101,14 @@ def test_code_that_breaks_the_compile_is_set_aside_once_and_never_used_again(boo
 
 def test_a_region_that_differs_from_eager_is_not_served(boot, right, filled):
     before = ONE + "\nimport torch\nfrom warmstart import regions\nregions.TOLERANCES[torch.float32] = -1.0"
-    booted = boot(filled[0], draw=SEVEN, before=before, environment=SMALL)
+    booted = boot(filled[0], draw=SEVEN, before=before, environment=QUICK)
     assert booted.report["outcome"] == "eager"
     assert "differs from its eager self" in booted.report["reason"]
     assert booted.pictures == right
 
 
 def test_an_unreachable_store_is_a_cold_boot_with_a_reason(boot, filled):
-    environment = {**SMALL, "AWS_ENDPOINT_URL": "http://127.0.0.1:9", "AWS_ALLOW_HTTP": "true"}
+    environment = {**QUICK, "AWS_ENDPOINT_URL": "http://127.0.0.1:9", "AWS_ALLOW_HTTP": "true"}
     environment |= {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_REGION": "us-east-1"}
     environment |= {"WARMSTART_RESTORE_DEADLINE_S": "3", "WARMSTART_PERSIST_DEADLINE_S": "3"}
     booted = boot("s3://bucket/prefix", draw=SEVEN, before=ONE, environment=environment)
@@ -119,7 +119,7 @@ def test_an_unreachable_store_is_a_cold_boot_with_a_reason(boot, filled):
 
 def test_a_live_directory_that_cannot_be_written_is_replaced(boot, filled, tmp_path):
     (tmp_path / "a file").write_text("")
-    environment = {**SMALL, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "a file" / "cache")}
+    environment = {**QUICK, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "a file" / "cache")}
     booted = boot(filled[0], draw=SEVEN, before=ONE, environment=environment)
     assert booted.report["outcome"] == "warm"
     assert any("cannot be kept in" in warning for warning in booted.report["warnings"])
@@ -131,7 +131,7 @@ def test_a_directory_that_the_platform_set_is_used_and_only_added_to(boot, fille
     (preset / "theirs").write_text("kept")
     # A copy, since what lies in that directory is published along with the rest.
     store = shutil.copytree(filled[0], tmp_path / "store")
-    booted = boot(store, before=ONE, environment={**SMALL, "TORCHINDUCTOR_CACHE_DIR": str(preset)})
+    booted = boot(store, before=ONE, environment={**QUICK, "TORCHINDUCTOR_CACHE_DIR": str(preset)})
     assert booted.report["outcome"] == "warm"
     assert booted.report["facts"]["live_dir"] == str(preset)
     assert (preset / "theirs").read_text() == "kept"
@@ -140,7 +140,7 @@ def test_a_directory_that_the_platform_set_is_used_and_only_added_to(boot, fille
 def test_what_a_killed_compiler_left_in_a_set_directory_is_built_anew(boot, filled, tmp_path):
     """Libraries cut short, one empty, and no finished graph: torch would take them for built, now and for ever."""
     preset = tmp_path / "preset"
-    environment = {**SMALL, "TORCHINDUCTOR_CACHE_DIR": str(preset)}
+    environment = {**QUICK, "TORCHINDUCTOR_CACHE_DIR": str(preset)}
     boot(tmp_path / "store", before=ONE, environment=environment)
     libraries = sorted(preset.rglob("*.so"))
     for library in libraries:
@@ -159,7 +159,7 @@ def test_what_a_killed_compiler_left_in_a_set_directory_is_built_anew(boot, fill
 
 def test_a_budget_stops_the_warm_up_and_the_next_boot_goes_on(boot, right, tmp_path):
     store = tmp_path / "store"
-    environment = {**SMALL, "WARMSTART_SETUP_BUDGET_S": "0.01", "WARMSTART_DYNAMIC": "false"}
+    environment = {**QUICK, "WARMSTART_SETUP_BUDGET_S": "0.01", "WARMSTART_DYNAMIC": "false"}
     wide = [["three", "3:2", 1, 8, 1.0, 12]]
     first = boot(store, draw=wide, before=TWO, environment=environment)
     assert "warmed 1 of 2 requests" in first.report["reason"]
@@ -177,7 +177,7 @@ def test_an_unplanned_shape_is_compiled_and_kept_where_that_is_the_policy(boot, 
     store = shutil.copytree(filled[0], tmp_path / "store")
     before = len(list(store.glob("*/*/*.tar.zst")))
     wide = [["three", "3:2", 1, 8, 1.0, 12]]
-    environment = {**SMALL, "WARMSTART_UNPLANNED": "compile"}
+    environment = {**QUICK, "WARMSTART_UNPLANNED": "compile"}
     booted = boot(store, draw=[*wide, *wide], before=ONE, environment=environment)
     assert [item["graphs"] for item in booted.drawn] == [1, 0]
     assert len(list(store.glob("*/*/*.tar.zst"))) > before
@@ -190,7 +190,7 @@ def test_replicas_that_boot_cold_together_keep_the_work_of_all(boot, tmp_path):
     """Each compiles another unplanned shape; a later boot finds both, though neither knew of the other."""
     store = tmp_path / "store"
     shapes = [[["three", shape, count, 8, 1.0, 12]] for shape, count in (("3:2", 1), ("1:1", 2))]
-    environment = {**SMALL, "WARMSTART_UNPLANNED": "compile"}
+    environment = {**QUICK, "WARMSTART_UNPLANNED": "compile"}
     with ThreadPoolExecutor() as pool:
         booted = list(pool.map(lambda draw: boot(store, draw=draw, before=ONE, environment=environment), shapes))
     assert [replica.report["outcome"] for replica in booted] == ["cold", "cold"]
@@ -202,7 +202,7 @@ def test_replicas_that_boot_cold_together_keep_the_work_of_all(boot, tmp_path):
 
 
 def test_an_unplanned_shape_is_refused_where_that_is_the_policy(boot, filled):
-    environment = {**SMALL, "WARMSTART_UNPLANNED": "reject"}
+    environment = {**QUICK, "WARMSTART_UNPLANNED": "reject"}
     failed = boot.start(filled[0], draw=[["three", "3:2", 1, 8, 1.0, 12]], before=ONE, environment=environment)
     assert failed.returncode != 0
     assert "'3:2 x1' was not planned" in failed.stderr
@@ -216,7 +216,7 @@ def test_an_unplanned_shape_is_refused_where_that_is_the_policy(boot, filled):
         ({"WARMSTART_MODEL": "warmstart"}, ONE, "the model directory 'warmstart' has neither the model_index.json"),
         ({}, "PLAN = []", "the warm-up plan is empty"),
         ({}, ONE + "\nPLAN *= 2", "more than one request labelled '1:1 x1'"),
-        (SMALL, "import predict\nPLAN = [predict.request(7, '1:1', 1, 1, 1.0, 0)]", "the model fails on the planned"),
+        (QUICK, "import predict\nPLAN = [predict.request(7, '1:1', 1, 1, 1.0, 0)]", "the model fails on the planned"),
     ],
 )
 def test_what_is_wrong_with_the_model_or_the_plan_fails_the_boot(boot, tmp_path, environment, before, words):

@@ -2,7 +2,7 @@
 
 import adapting
 import pytest
-from booting import SMALL
+from booting import QUICK
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -21,7 +21,7 @@ def boots(boot, tmp_path_factory):
     place = tmp_path_factory.mktemp("lora")
     adapting.write(place)
     after = f"answer = adapting.compare(model, Path({str(place)!r}))"
-    room = {**SMALL, "WARMSTART_LORA_RANK": str(adapting.RANK)}
+    room = {**QUICK, "WARMSTART_LORA_RANK": str(adapting.RANK)}
     return [boot(place / "store", before=BEFORE, after=after, environment=room) for _ in range(2)]
 
 
@@ -55,7 +55,7 @@ torch.compile = lambda function, **options: compiled(function, backend="eager", 
 
 
 def test_the_boot_s_self_check_is_one_of_the_slots_too(boot, tmp_path):
-    room = {**SMALL, "WARMSTART_LORA_RANK": str(adapting.RANK)}
+    room = {**QUICK, "WARMSTART_LORA_RANK": str(adapting.RANK)}
     booted = boot(tmp_path / "store", before=BEFORE + LEAVES_OUT, environment=room)
     assert booted.report["outcome"] == "eager"
     assert "transformer.FeedForward differs from its eager self" in booted.report["reason"]

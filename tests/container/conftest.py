@@ -6,6 +6,7 @@ from types import ModuleType
 
 import pytest
 from _server import Server
+from booting import QUICK
 from loading import load_command
 from webhook import Webhook
 
@@ -95,7 +96,7 @@ def small_environment(model_dir: Path, tmp_path: Path) -> dict[str, str | None]:
     return {
         "PYTHONPATH": str(ROOT),
         "WARMSTART_MODEL": str(model_dir),
-        "WARMSTART_REGIONS": "FeedForward",
+        **QUICK,
         "WARMSTART_CACHE_URL": str(tmp_path / "store"),
         "TMPDIR": str(tmp_path / "tmp"),
         "TORCHINDUCTOR_CACHE_DIR": None,

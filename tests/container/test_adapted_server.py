@@ -49,7 +49,7 @@ def serve(project: Path, model_dir: Path, tmp_path_factory: pytest.TempPathFacto
     environment = {
         "PYTHONPATH": str(ROOT),
         "WARMSTART_MODEL": str(model_dir),
-        "WARMSTART_REGIONS": "FeedForward",
+        **QUICK,
         "WARMSTART_LORA_RANK": str(adapting.RANK),
         "WARMSTART_QUANTIZE": "int8",
         "WARMSTART_CACHE_URL": str(tmp_path_factory.mktemp("store")),
