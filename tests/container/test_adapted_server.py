@@ -11,6 +11,7 @@ import adapting
 import numpy as np
 import pytest
 from _server import Server, from_data_url
+from booting import QUICK
 from PIL import Image
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
