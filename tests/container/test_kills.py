@@ -32,7 +32,7 @@ from warmstart.key import Key
 from warmstart.store import DirectoryStore
 
 SEED = 20
-KILLS, PER_CHAPTER = 18, 6
+KILLS, PER_CHAPTER = 12, 4
 
 
 @pytest.fixture
