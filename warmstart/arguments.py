@@ -53,7 +53,7 @@ class Flat(NamedTuple):
     tensors: list[torch.Tensor]
     """In order."""
     form: tuple[Any, ...]
-    """All else: containers, names, constants, and where the tensors are."""
+    """All else: containers, names, constants, and where the tensors are, also in their memory."""
 
 
 def flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flat | None:
@@ -74,6 +74,7 @@ def _take_apart(values: Iterable[Any], tensors: list[torch.Tensor], form: list[A
             # An attribute may be asked for, or say that a size of it is dynamic.
             if value.__dict__ and value.__dict__.keys() != _NOT_GUARDED:
                 return False
+            form.append(value.storage_offset())
             tensors.append(value)
         elif kind in CONSTANTS:
             form.append(value)

@@ -240,12 +240,15 @@ class Stream:
 
     def __next__(self) -> str:
         """Makes the next piece. No lock is held, nor anything of torch set, when it is handed out."""
-        while (piece := self._step()) is not None:
-            if piece:
-                self._text.append(piece)
-                return piece
-        process.end_idle_threads()
-        raise StopIteration
+        try:
+            while (piece := self._step()) is not None:
+                if piece:
+                    self._text.append(piece)
+                    return piece
+            raise StopIteration
+        except BaseException:
+            process.end_idle_threads()  # at its end; between two pieces they would only be started again
+            raise
 
     def result(self) -> Result:
         """The text so far and what it cost; the time between the pieces is the reader's own."""

@@ -147,17 +147,44 @@ def test_a_boot_that_does_not_end_as_its_mode_says_is_no_figure(benchmark, proce
         run_round(benchmark, tmp_path, "regional-warm")
 
 
-def test_a_process_that_dies_is_told_with_its_last_words_and_no_other_is_left(benchmark, processes, tmp_path):
-    processes(work="sys.exit('out of memory')")
+FAULTS = {
+    "it ends": ("sys.exit('out of memory')", r"The eager process failed \(1\): out of memory\."),
+    "it is killed": ("import os; os.kill(os.getpid(), 9)", r"The eager process failed \(-9\): it said nothing\."),
+    "half a line": ("print('[1.0, 1', end='', file=pipe, flush=True); sys.exit(3)", r"failed \(3\): it said nothing\."),
+    "no JSON": (
+        "print('what?', file=pipe, flush=True); import time; time.sleep(60)",
+        r"failed \(-9\): it said nothing",
+    ),
+    "too few": ("print([], file=pipe, flush=True)", r"answered \[\] to 4 requests"),
+    "no list": ("print(5, file=pipe, flush=True)", "answered 5 to 4 requests"),
+}
+
+
+@pytest.mark.parametrize(("work", "told"), FAULTS.values(), ids=FAULTS)
+def test_a_process_that_fails_is_told_with_its_last_words_and_no_other_is_left(
+    benchmark, monkeypatch, processes, tmp_path, work, told
+):
+    processes(work=work)
+    monkeypatch.setattr(benchmark, "DEATH_S", 0.5)
     started = []
     popen = subprocess.Popen
-    benchmark.subprocess.Popen = lambda *args, **options: started.append(popen(*args, **options)) or started[-1]
-    try:
-        with pytest.raises(benchmark.BootError, match=r"The eager process failed: out of memory\."):
-            run_round(benchmark, tmp_path, "eager", "whole-cold")
-    finally:
-        benchmark.subprocess.Popen = popen
+    monkeypatch.setattr(
+        benchmark.subprocess,
+        "Popen",
+        lambda *args, **options: started.append(popen(*args, **options)) or started[-1],
+    )
+    with pytest.raises(benchmark.BootError, match=told):
+        run_round(benchmark, tmp_path, "eager", "whole-cold")
     assert [process.returncode is not None for process in started] == [True, True]
+
+
+def test_one_that_ended_between_two_turns_is_told_too(benchmark, processes, tmp_path):
+    processes(work="pass")
+    process = benchmark.boot("eager", "reference", "weights", tmp_path, 0)
+    process._process.kill()
+    process._process.wait()
+    with pytest.raises(benchmark.BootError, match=r"The eager process failed \(-9\)"):
+        process.turn()
 
 
 def test_the_table_tells_each_bar_and_each_doubt(benchmark):

@@ -186,7 +186,9 @@ def stopped(text: str, stops: Sequence[str]) -> str:
     return text
 
 
-@pytest.mark.parametrize("stops", [(), ("",), ("b",), ("ab", "bc"), ("aab", "ba"), ("abcab",), ("aaa", "aac", "c")])
+@pytest.mark.parametrize(
+    "stops", [(), ("",), ("b",), ("ab", "bc"), ("aab", "ba"), ("abcab",), ("aaa", "aac", "c"), ("b", "abb")]
+)
 def test_a_text_ends_before_what_stops_it_wherever_its_pieces_part(stops: Sequence[str]) -> None:
     choose = random.Random(0)
     for _ in range(200):
@@ -239,8 +241,42 @@ def test_messages_are_put_as_the_model_was_taught(llama_dir: Path) -> None:
     assert llama.run(asked) != llama.run(ask("one", 4))
 
 
-@pytest.mark.parametrize("messages", [[{"role": "judge", "content": "one"}], ["one"], 7])
-def test_messages_that_the_template_refuses_are_refused_with_its_words(llama: CausalModel, messages: Any) -> None:
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"stop": "with"}, "stop is 'with'; give a list of strings"),
+    ({"stop": None}, "stop is None"),
+    ({"stop": [5]}, r"stop is \[5\]"),
+    ({"prompt": 5}, "the prompt is 5, which is no text"),
+    ({"prompt": ["a", "b"]}, "which is no text"),
+    ({"prompt": "\ud800 a"}, "a string of whole characters"),
+    ({"prompt": None}, "neither prompt nor messages, or both"),
+    ({"messages": [{"role": "user", "content": "a"}]}, "neither prompt nor messages, or both"),
+    ({"prompt": None, "messages": ["one"]}, r"messages are \['one'\]; give a list, each with role and content"),
+    ({"prompt": None, "messages": iter([])}, "give a list"),
+    ({"prompt": None, "messages": [{"role": "user"}]}, "each with role and content"),
+    ({"max_new_tokens": 0}, "max_new_tokens is 0; give a number of at least 1"),
+    ({"max_new_tokens": "x"}, "max_new_tokens is 'x'"),
+    ({"temperature": -1}, "temperature is -1; give a number of at least 0"),
+    ({"temperature": float("nan")}, "temperature is nan"),
+    ({"top_p": None}, "top_p is None; give a number from 0 to 1"),
+]
+
+
+@pytest.mark.parametrize(("inputs", "told"), REFUSED, ids=range(len(REFUSED)))
+def test_an_input_that_cannot_be_used_is_refused_by_its_name(
+    llama: CausalModel, inputs: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(RequestError, match=told):
+        llama.run(Request("by its length", {"prompt": "one", "max_new_tokens": 4, **inputs}))
+
+
+def test_a_planned_request_takes_its_steps_whatever_stops_a_text(llama: CausalModel) -> None:
+    [plan, *_] = planned()
+    [text] = llama.run(plan)
+    assert llama.run(Request(plan.label, {**plan.inputs, "stop": [text[:1]]})) == [text]
+
+
+def test_messages_that_the_template_refuses_are_refused_with_its_words(llama: CausalModel) -> None:
+    messages = [{"role": "judge", "content": "one"}]
     llama._tokenizer.chat_template = TEMPLATE
     with pytest.raises(RequestError, match="the model's chat template refuses these messages"):
         llama.run(Request("by its length", {"messages": messages, "max_new_tokens": 4}))

@@ -5,8 +5,9 @@ import weakref
 
 import pytest
 import torch
+from torch import nn
 
-from warmstart import arguments, direct
+from warmstart import arguments, direct, inductor, regions
 
 
 def code_of(source: str, graph) -> types.FunctionType:
@@ -110,6 +111,38 @@ def test_odd_strides_are_made_canonical():
     assert code(SELF, slices) == (5, 1)
 
 
+class Adding(nn.Module):
+    """What it adds to its second argument is in the first one too, as far as they overlap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x, y):
+        y.add_(1.0)
+        return self.linear(x) + y
+
+
+@pytest.mark.slow
+def test_a_graph_for_tensors_that_overlap_is_not_given_others(monkeypatch, tmp_path):
+    """It takes what both lie in. Torch itself tells them apart by where they begin, and no better."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("warmstart.guards.LIBRARIES", ("torch", __name__.partition(".")[0]))
+    torch._dynamo.reset()
+    module = Adding()
+    options = regions.CompileOptions(mode="default", dynamic=True, fullgraph=True, recompile_limit=8)
+    regions.compile_in_place([regions.Region("t", "Adding", [module])], options)
+    with inductor.compiling(inductor.Missing.COMPILED), torch.inference_mode():
+        inductor.run_for(inductor.Run())
+        for overlapping in (True, True, True, True, False, False):
+            answers = []
+            for call in (module, module.forward):
+                whole = torch.arange(64.0).view(16, 4)
+                given = (whole[:2], whole[1:3]) if overlapping else (whole[:2].clone(), whole[1:3].clone())
+                answers.append([call(*given), *given])
+            assert all(map(torch.allclose, *answers)), overlapping
+
+
 def test_arguments_are_taken_apart():
     x, y = torch.ones(2), torch.ones(3)
     found = arguments.flat((x, None, [1, (y,)]), {"scale": 1.0, "names": {"a": x, "b": "text"}})
@@ -141,3 +174,10 @@ def test_other_arguments_have_another_form(args, kwargs):
 def test_what_is_not_plain_has_no_form(odd):
     assert arguments.flat((1, [odd]), {}) is None
     assert arguments.flat((), {"a": (odd,)}) is None
+
+
+def test_tensors_that_begin_elsewhere_in_their_memory_have_another_form():
+    """What was compiled may depend on it, and no check of torch's for whole tensors looks at it."""
+    whole = torch.ones(4, 4)
+    assert arguments.flat((whole[:2],), {}).form != arguments.flat((whole[2:],), {}).form
+    assert arguments.flat((whole[2:],), {}).form == arguments.flat((torch.ones(6, 4)[2:4],), {}).form

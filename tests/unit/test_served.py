@@ -79,6 +79,17 @@ def test_a_request_leaves_no_threads_to_the_one_that_it_ran_on(monkeypatch: pyte
     # Between two tokens they would only have to be started again.
     assert (next(pieces), next(pieces), ended) == ("a", "b", [])
     assert next(pieces, None) is None
+    assert ended.pop()
+
+    class Failing(Writing):
+        def stream(self, request: Request) -> Iterator[str]:
+            yield "a"
+            raise ValueError("no such token")
+
+    pieces = served(Failing()).stream(Request("a", {}))
+    assert next(pieces) == "a"
+    with pytest.raises(ValueError, match="no such token"):
+        next(pieces)
     assert ended
 
 

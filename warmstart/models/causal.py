@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -97,9 +99,9 @@ class CausalModel:
         Several may be under way at once, each in buffers of its own, though only one at a time may be advanced.
 
         Raises:
-            RequestError: the prompt, or what is to follow it, is too long; or its messages are of no use to the model.
+            RequestError: the prompt, or what is to follow it, is too long; or an input is of no use.
         """
-        numbers, limit = self._numbers(request), int(request.inputs["max_new_tokens"])
+        numbers, limit = self._numbers(request), int(_number(request, "max_new_tokens", 0, 1))
         length = self._length(request, numbers)
         if len(numbers) + limit > self._size:
             raise RequestError(
@@ -110,7 +112,7 @@ class CausalModel:
         # A planned request takes each of its steps, whatever the model would say.
         ends = frozenset() if "prefill" in request.inputs else self._ends
         words = DecodeStream(ids=numbers, skip_special_tokens=True)
-        text = _Stopping(request.inputs.get("stop", ()))
+        text = _Stopping(() if "prefill" in request.inputs else _stops(request))
         # Whoever stops half way leaves its buffers to the garbage collector: no lock, and nothing to be put in order.
         buffers = self._free.pop() if self._free else self._buffers.fresh()
         # What is padded writes keys that nobody sees: a token sees those before it, all of which are written by then.
@@ -143,9 +145,12 @@ class CausalModel:
 
     def _numbers(self, request: Request) -> list[int]:
         """The tokens of the prompt, at least one."""
-        messages = request.inputs.get("messages")
+        prompt, messages = (request.inputs.get(name) for name in ("prompt", "messages"))
+        if (prompt is None) is (messages is None):
+            raise RequestError("the request has neither prompt nor messages, or both; give one of them.")
+        text = _text("the prompt", prompt) if messages is None else self._chat(messages)
         # A template begins the text by itself.
-        text, begins = (request.inputs["prompt"], True) if messages is None else (self._chat(messages), False)
+        begins = messages is None
         numbers: list[int] = self._tokenizer(text, add_special_tokens=begins, verbose=False)["input_ids"]
         if numbers:
             return numbers
@@ -154,20 +159,23 @@ class CausalModel:
 
     def _chat(self, messages: Sequence[dict[str, str]]) -> str:
         """Messages in the format that the model was taught, and the beginning of its answer."""
+        fit = isinstance(messages, (list, tuple)) and all(isinstance(message, Mapping) for message in messages)
+        if not fit or not all({"role", "content"} <= message.keys() for message in messages):
+            raise RequestError(f"messages are {messages!r:.200}; give a list, each with role and content.")
         if not self._tokenizer.chat_template:
             raise RequestError(
                 "there are messages, but the model's tokenizer has no chat template, so it was taught no format for"
                 " them; ask with a prompt."
             )
         try:
-            text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         # The boundary: a template is the model's own program.
         except Exception as error:
             raise RequestError(
                 f"the model's chat template refuses these messages ({error}); give a list of messages, each with role"
                 " and content, in an order that the model was taught."
             ) from error
-        return text
+        return _text("what the chat template makes of the messages", text)
 
     def _length(self, request: Request, numbers: list[int]) -> int:
         planned = request.inputs.get("prefill")
@@ -178,6 +186,30 @@ class CausalModel:
             f"the prompt has {len(numbers)} tokens, and the longest that this server is prepared for has"
             f" {max(self._labels)}; shorten it, or plan a longer prefill in the Predictor."
         )
+
+
+def _text(what: str, value: Any) -> str:
+    """A value as text that a tokenizer takes."""
+    # JSON may hold half of a pair of surrogates, which is no character.
+    if isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value):
+        return value
+    raise RequestError(f"{what} is {value!r:.200}, which is no text; give a string of whole characters.")
+
+
+def _number(request: Request, name: str, default: float, least: float, most: float = math.inf) -> float:
+    """A numeric input of a request, or its default."""
+    value = request.inputs.get(name, default)
+    if isinstance(value, (int, float)) and least <= value <= most:
+        return value
+    allowed = f"of at least {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
+    raise RequestError(f"{name} is {value!r:.200}; give a number {allowed}.")
+
+
+def _stops(request: Request) -> Sequence[str]:
+    stops = request.inputs.get("stop", ())
+    if not isinstance(stops, (list, tuple)) or not all(isinstance(stop, str) for stop in stops):
+        raise RequestError(f"stop is {stops!r:.200}; give a list of strings, empty to stop at none.")
+    return stops
 
 
 class _Stopping:
@@ -196,9 +228,9 @@ class _Stopping:
     def add(self, piece: str, *, last: bool = False) -> str:
         """Takes the next piece of what the model writes; returns what of the text is certain by now."""
         text = self.held + piece
-        if found := [place for stop in self._stops if (place := text.find(stop)) >= 0]:
+        if found := [(place + len(stop), place) for stop in self._stops if (place := text.find(stop)) >= 0]:
             self.held, self.stopped = "", True
-            return text[: min(found)]
+            return text[: min(found)[1]]  # before the one that is complete first
         begun = 0 if last else max((_begun(text, stop) for stop in self._stops), default=0)
         self.held = text[len(text) - begun :]
         return text[: len(text) - begun]
@@ -371,9 +403,7 @@ def _ends(generation: Any, tokenizer: Any) -> frozenset[int]:
 
 def _chooser(request: Request) -> Callable[[Tensor], int]:
     """What picks the next token from its logits, (vocabulary,); the same ones for the same seed."""
-    temperature, top_p = (
-        float(request.inputs.get(name, default)) for name, default in (("temperature", 0), ("top_p", 1))
-    )
+    temperature, top_p = _number(request, "temperature", 0, 0), _number(request, "top_p", 1, 0, 1)
     # On the CPU whatever the device is, so that a seed means the same on every machine's generator.
     generator = torch.Generator("cpu").manual_seed(request.seeds[0])
 
@@ -386,7 +416,7 @@ def _chooser(request: Request) -> Callable[[Tensor], int]:
             )
         if temperature == 0:
             return int(scores.argmax())
-        for warp in (TemperatureLogitsWarper(temperature), TopPLogitsWarper(top_p)):
+        for warp in (TemperatureLogitsWarper(float(temperature)), TopPLogitsWarper(float(top_p))):
             scores = warp(None, scores)
         return int(torch.multinomial(scores.softmax(-1), 1, generator=generator))
 
