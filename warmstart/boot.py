@@ -349,14 +349,14 @@ class _Boot:
 
     def _family(self) -> Callable[..., Model]:
         """What loads WARMSTART_MODEL. A family's libraries take seconds to import, so only its own are."""
-        source = self.settings.model
-        if family(source) == "causal":
+        source, revision = self.settings.model, self.settings.model_revision
+        if family(source, self.plan) == "causal":
             from warmstart.models.causal import CausalModel
 
-            return functools.partial(CausalModel, source, plan=self.plan)
+            return functools.partial(CausalModel, source, revision=revision, plan=self.plan)
         from warmstart.models.diffusers import DiffusersModel
 
-        return functools.partial(DiffusersModel, source, revision=self.settings.model_revision)
+        return functools.partial(DiffusersModel, source, revision=revision)
 
     def _load(self) -> Model:
         if self.load is not None:

@@ -57,7 +57,7 @@ def _version_facts(
     plan: Sequence[Request], sources: Sequence[str], settings: Settings, on: str, *, own: bool
 ) -> dict[str, str]:
     package = Path(__file__).parent
-    ours = (*_GRAPH_SOURCES, f"models/{'own' if own else family(settings.model)}.py")
+    ours = (*_GRAPH_SOURCES, f"models/{'own' if own else family(settings.model, plan)}.py")
     code = [Path(source) for source in sources] + [package / name for name in ours]
     return {
         "model": _model_by_sources(sources, settings) if own else _model_version(settings),

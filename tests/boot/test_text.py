@@ -1,6 +1,8 @@
 """A language model's first boot is cold, the next one warm; no text, short or long, compiles anything after it."""
 
 import pytest
+from booting import ROOT
+from hub import Hub, nobody
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -88,3 +90,26 @@ def test_compiled_text_equals_eager_text_and_a_warm_boot_s_that_of_the_first(fir
 
 def test_a_language_model_s_boot_does_not_load_diffusers(warm):
     assert warm.after["families"] == ["transformers"]
+
+
+HUB_ID = "docs/llama"
+
+
+def test_a_hub_id_is_warm_and_later_without_the_hub(first, booted, tmp_path):
+    with Hub({HUB_ID: ROOT / "weights-text"}) as hub:
+        model = {"WARMSTART_MODEL": HUB_ID, "WARMSTART_MODEL_REVISION": hub.commit(HUB_ID)}
+        environment = model | {"HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_TELEMETRY": "1"}
+        boots = [booted(**environment, HF_ENDPOINT=hub.url), booted(**environment, HF_ENDPOINT=nobody())]
+        assert hub.fetched()["model.safetensors"] > 0
+    for there in boots:
+        assert (there.report["outcome"], there.counts["kernels_built"]) == ("warm", 0), there.report["reason"]
+        assert there.after["texts"] == first.after["texts"]
+
+
+def test_a_hub_that_cannot_be_reached_is_a_model_error_with_its_remedy(boot, text_store, tmp_path):
+    model = {"WARMSTART_MODEL": HUB_ID, "WARMSTART_MODEL_REVISION": "main"}
+    environment = model | {"HF_HOME": str(tmp_path), "HF_ENDPOINT": nobody()}
+    done = boot.start(text_store, predictor="predict_text", environment=environment)
+    assert done.returncode != 0
+    assert f"ModelError: the language model '{HUB_ID}' cannot be loaded" in done.stderr
+    assert "Check WARMSTART_MODEL, the revision, the network and HF_TOKEN" in done.stderr

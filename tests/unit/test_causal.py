@@ -345,12 +345,16 @@ def test_weights_that_are_pickles_are_refused(llama_dir: Path, tmp_path: Path) -
 
 
 def test_the_family_is_what_the_directory_says(tmp_path: Path, llama_dir: Path) -> None:
-    assert family(str(llama_dir)) == "causal"
-    assert family("owner/name") == "diffusers"
+    assert family(str(llama_dir), []) == "causal"
     for content in (None, "{", "{}", json.dumps({"architectures": ["BertModel"]}), json.dumps(["no object"])):
         if content is not None:
             (tmp_path / "config.json").write_text(content)
         with pytest.raises(ModelError, match="it is not known how to load it"):
-            family(str(tmp_path))
+            family(str(tmp_path), planned())
     (tmp_path / "model_index.json").write_text("{}")
-    assert family(str(tmp_path)) == "diffusers"
+    assert family(str(tmp_path), planned()) == "diffusers"
+
+
+def test_the_family_of_what_is_at_the_hub_is_what_the_plan_says() -> None:
+    assert family("owner/name", planned()) == "causal"
+    assert family("owner/name", [Request("64x64", {"prompt": "a cat", "width": 64})]) == "diffusers"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor, nn
 
@@ -110,17 +110,21 @@ class TextModel(Model, Protocol):
         """Answers one request piece by piece, the same pieces for the same seed."""
 
 
-def family(source: str) -> str:
+def family(source: str, plan: Sequence[Request]) -> str:
     """Which module here loads a model: "diffusers", or "causal" for a language model.
 
     Args:
-        source: a directory, or a hub id, which is taken for that of a pipeline.
+        source: a directory, or a hub id.
+        plan: the requests that are planned. What is at the hub is a language model if they are such a one's: the key is
+            made before anything is asked of the hub, which it may do without.
 
     Raises:
         ModelError: the directory is neither.
     """
     directory = Path(source)
-    if not directory.is_dir() or (directory / "model_index.json").exists():
+    if not directory.is_dir():
+        return "causal" if any("prefill" in request.inputs for request in plan) else "diffusers"
+    if (directory / "model_index.json").exists():
         return "diffusers"
     try:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))

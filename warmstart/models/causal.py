@@ -10,10 +10,12 @@ import functools
 import logging
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers.utils.logging
+from huggingface_hub import snapshot_download
 from tokenizers.decoders import DecodeStream
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, TemperatureLogitsWarper, TopPLogitsWarper
@@ -39,7 +41,8 @@ class CausalModel:
     token, too), and `cache_tokens`, the most that prompt and text have together.
 
     Args:
-        source: a directory in transformers layout.
+        source: a directory in transformers layout, or a hub id.
+        revision: commit or tag of a hub id.
         device: "cpu", "cuda" or "cuda:N".
         dtype: name of the precision in torch, "bfloat16" say.
         plan: the requests that are planned. Their lengths are all that prompts are padded to.
@@ -48,22 +51,26 @@ class CausalModel:
         ModelError: the model cannot be loaded, or cannot work in the planned lengths.
     """
 
-    def __init__(self, source: str, *, device: str, dtype: str, plan: Sequence[Request]) -> None:
+    def __init__(self, source: str, *, revision: str = "", device: str, dtype: str, plan: Sequence[Request]) -> None:
         _quiet()
-        # A directory and not the hub. Weights that are pickles, or code beside them, could run when they are read.
+        local = Path(source).is_dir()
+        # Weights that are pickles, or code beside them, could run when they are read.
         options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
         try:
+            directory = source if local else _fetched(source, revision)
             load: Any = AutoModelForCausalLM.from_pretrained
-            model = load(source, dtype=getattr(torch, dtype), use_safetensors=True, **options)
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(source, **options)
+            model = load(directory, dtype=getattr(torch, dtype), use_safetensors=True, **options)
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(directory, **options)
             # Without tokenizer.json there is none, and text cannot be streamed.
             self._words: Any = self._tokenizer.backend_tokenizer
         # Loading runs code of many libraries; whatever it raises means that there is no model.
         except Exception as error:
+            remedy = "and that the directory is a complete transformers model with a tokenizer.json"
+            if not local:
+                remedy = "the revision, the network and HF_TOKEN; or have it in the image by scripts/fetch_weights"
             raise ModelError(
                 f"the language model {source!r} cannot be loaded ({type(error).__name__}: {error}); without it there is"
-                " nothing to serve. Check WARMSTART_MODEL and that the directory is a complete transformers model with"
-                " a tokenizer.json."
+                f" nothing to serve. Check WARMSTART_MODEL, {remedy}."
             ) from error
         self._model: Any = model.to(device).eval()
         self._labels, self._size = _lengths(plan, self._model.config.get_text_config())
@@ -239,6 +246,19 @@ class _Stopping:
 def _begun(text: str, stop: str) -> int:
     """How many characters at the end of a text are the beginning of a string."""
     return next((size for size in range(min(len(stop), len(text)), 0, -1) if text.endswith(stop[:size])), 0)
+
+
+def _fetched(model: str, revision: str) -> str:
+    """The directory of what a boot loads of a model at the hub.
+
+    In one step: transformers asks for each of ten files, most of which a model has not, and each time waits for a hub
+    that is not there, minutes in all.
+    """
+    # Some come with a second copy of their weights, for another library, in a directory or by this name.
+    kinds = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
+    return snapshot_download(
+        model, revision=revision or None, allow_patterns=kinds, ignore_patterns=["*/*", "consolidated*"]
+    )
 
 
 class _Slots(StaticLayer):  # type: ignore[misc]
