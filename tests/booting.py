@@ -1,5 +1,6 @@
 """Boots in fresh processes, over real Inductor; every boot has its own place, and stores are shared as a test says."""
 
+import functools
 import hashlib
 import json
 import os
@@ -61,6 +62,16 @@ class Boot:
     temporary: Path
     python: str = sys.executable
 
+    @functools.cached_property
+    def project(self) -> Path:
+        """This clone, but for the bundles in `cache/` that its own boots may have left: tests would start from them."""
+        place = Path(tempfile.mkdtemp(prefix="project-", dir=self.temporary))
+        place.chmod(0o755)
+        for path in ROOT.iterdir():
+            if path.name != "cache" and not path.name.startswith("."):
+                (place / path.name).symlink_to(path)
+        return place
+
     def __call__(self, store: Path | str, **options) -> Booted:
         """Boots with WARMSTART_CACHE_URL = store.
 
@@ -78,22 +89,29 @@ class Boot:
         )
 
     def start(
-        self, store: Path | str, *, project: Path = ROOT, as_user: int | None = None, environment=None, wrap=(), **order
+        self,
+        store: Path | str,
+        *,
+        project: Path | None = None,
+        as_user: int | None = None,
+        environment=None,
+        wrap=(),
+        **order,
     ) -> subprocess.CompletedProcess:
         """As a call, but also for a boot that fails.
 
         Args:
             store: where bundles are.
-            project: the clone to run.
+            project: the clone to run, in place of this one.
             as_user: numeric user to run as, in place of this one.
             environment: variables on top; None as a value removes one.
             wrap: a command that the boot's own is appended to, which prepares its surroundings.
             order: what the driver understands (predictor, draw, threads, before, after, folder).
         """
-        place = Path(tempfile.mkdtemp(prefix="tmp-", dir=self.temporary))
-        place.chmod(0o777)
+        temporary = Path(tempfile.mkdtemp(prefix="tmp-", dir=self.temporary))
+        temporary.chmod(0o777)
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("WARMSTART_", "TORCH"))}
-        clean |= {"WARMSTART_CACHE_URL": str(store), "TMPDIR": str(place), "HOME": str(place)}
+        clean |= {"WARMSTART_CACHE_URL": str(store), "TMPDIR": str(temporary), "HOME": str(temporary)}
         clean |= {"PYTHONDONTWRITEBYTECODE": "1", **(environment or {})}
         clean = {name: value for name, value in clean.items() if value is not None}
         command = [*wrap, self.python, str(DRIVER), json.dumps(order)]
@@ -101,7 +119,9 @@ class Boot:
             # A user namespace: the process sees itself as that user, who has no passwd entry, and may still read the
             # interpreter's own files, wherever those are installed.
             command = ["unshare", "--user", f"--map-user={as_user}", f"--map-group={as_user}", *command]
-        return subprocess.run(command, cwd=project, env=clean, capture_output=True, text=True, timeout=900)
+        return subprocess.run(
+            command, cwd=project or self.project, env=clean, capture_output=True, text=True, timeout=900
+        )
 
 
 def rebuild(packed: Path, folder: Path, work: Path) -> None:
