@@ -18,7 +18,7 @@ import tarfile
 import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from urllib.parse import urlsplit
 
 import httpx2
@@ -251,10 +251,22 @@ def _extract(archive: Path, folder: Path) -> None:
             return
         if start == b"\x28\xb5\x2f\xfd":
             with zstandard.ZstdDecompressor().stream_reader(stream) as raw, tarfile.open(fileobj=raw, mode="r|") as tar:
-                tar.extractall(folder, filter="data")
+                _extract_tar(tar, folder)
             return
         with tarfile.open(fileobj=stream) as tar:
-            tar.extractall(folder, filter="data")
+            _extract_tar(tar, folder)
+
+
+def _extract_tar(tar: tarfile.TarFile, folder: Path) -> None:
+    if hasattr(tarfile, "data_filter"):
+        tar.extractall(folder, filter="data")
+        return
+    # Python before 3.11.4, Debian 12's say, has no filter for what leads outside: files and directories alone then.
+    for member in tar:
+        path = PurePosixPath(member.name)
+        if path.is_absolute() or ".." in path.parts or not (member.isfile() or member.isdir()):
+            raise tarfile.TarError(f"{member.name} is no file or directory inside it")
+        tar.extract(member, folder, set_attrs=False)
 
 
 # --- the staging directory and the target ----------------------------------------------------------------------------

@@ -496,11 +496,27 @@ def test_what_is_no_archive_is_told(fetch, target: Path, tmp_path: Path) -> None
         assert "cannot be unpacked" in refused(fetch, hub, target, "--sha256", digest, model=url)
 
 
-def test_an_archive_cannot_write_outside(tmp_path: Path) -> None:
+@pytest.mark.parametrize("old_python", [False, True])
+@pytest.mark.parametrize("kind", [tarfile.REGTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE])
+def test_an_archive_cannot_write_outside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old_python: bool, kind: bytes
+) -> None:
+    if old_python:  # before 3.11.4
+        monkeypatch.delattr(tarfile, "data_filter", raising=False)
+    item = tarfile.TarInfo("../evil" if kind == tarfile.REGTYPE else "evil")
+    item.type, item.linkname = kind, "/etc/hostname"
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w") as archive:
-        archive.addfile(tarfile.TarInfo("../evil"))
+        archive.addfile(item)
     write(tmp_path, {"evil.tar": stream.getvalue()})
     with pytest.raises(_fetch.FetchError, match="cannot be unpacked"):
         _fetch.unpack(tmp_path / "evil.tar", tmp_path / "unpacked")
     assert not (tmp_path / "evil").exists()
+
+
+def test_an_archive_is_unpacked_by_a_python_without_a_filter(
+    pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(tarfile, "data_filter", raising=False)
+    write(tmp_path, {"model.tar.zst": packed(pipeline, "tar.zst")})
+    assert names(_fetch.unpack(tmp_path / "model.tar.zst", tmp_path / "unpacked")) == names(pipeline)
