@@ -6,7 +6,7 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from booting import ONE, QUICK, SEVEN, Boot, Booted
+from booting import ONE, SEVEN, SMALL, Boot, Booted
 
 from warmstart.leftover import RECORD
 
@@ -111,7 +111,7 @@ def prepare(boot: Boot, folder: Path) -> Place:
 
 
 def start(boot: Boot, live: Path, store: Path, **environment: str) -> Booted:
-    environment = {**QUICK, "TORCHINDUCTOR_CACHE_DIR": str(live), **environment}
+    environment = {**SMALL, "TORCHINDUCTOR_CACHE_DIR": str(live), **environment}
     return boot(store, draw=SEVEN, before=TESTED, as_user=USER, environment=environment)
 
 

@@ -7,7 +7,7 @@ import random
 import shutil
 
 import pytest
-from booting import ONE, QUICK, Boot
+from booting import ONE, SMALL, Boot
 from damaging import DAMAGES, KINDS, USER, code_of, damaged, kind, of_kind, prepare, run, start
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
@@ -61,7 +61,7 @@ def test_code_that_ends_the_process_ends_one_boot_and_not_the_next(boot, place, 
         data = path.read_bytes()
         code = code_of(data)
         path.write_bytes(data[: code.start] + b"\xcc" * len(code) + data[code.stop :])
-    environment = {**QUICK, "TORCHINDUCTOR_CACHE_DIR": str(live)}
+    environment = {**SMALL, "TORCHINDUCTOR_CACHE_DIR": str(live)}
     failed = boot.start(tmp_path / "first", before=ONE, as_user=USER, environment=environment)
     assert failed.returncode < 0, f"the process was to die by a signal:\n{failed.stdout[-2000:]}{failed.stderr[-2000:]}"
     for number in (1, 2):
