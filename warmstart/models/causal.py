@@ -251,8 +251,8 @@ def _begun(text: str, stop: str) -> int:
 def _fetched(model: str, revision: str) -> str:
     """The directory of what a boot loads of a model at the hub.
 
-    In one step: transformers asks for each of ten files, most of which a model has not, and each time waits for a hub
-    that is not there, minutes in all.
+    In one step: transformers asks for each file that a model may have, and each time waits for a hub that is not
+    there, minutes in all.
     """
     # Some come with a second copy of their weights, for another library, in a directory or by this name.
     kinds = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
