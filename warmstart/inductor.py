@@ -50,6 +50,7 @@ def load() -> None:
     """Imports Inductor, which torch otherwise does in the first compile; it takes a second."""
     importlib.import_module("torch._inductor.compile_fx")
     _trust_vector_units()
+    _test_processor_by_turns()
 
 
 def _trust_vector_units() -> None:
@@ -74,6 +75,32 @@ def _trust_vector_units() -> None:
 
     check_build.trusting = True  # type: ignore[attr-defined]
     VecISA.check_build = check_build  # type: ignore[method-assign]
+
+
+def _test_processor_by_turns() -> None:
+    """Has a second thread wait for what torch's tests of the processor tell the first.
+
+    Torch 2.13 changes an instruction set's flags while it tests for one more (`VecAVX512.__bool__`, `VecAMX.__bool__`)
+    and puts back what it found. A test on another thread at that time (`build_ahead`) finds the changed ones, and the
+    process names its kernels by them: no later boot, whose flags are right, finds these in the cache. To be taken out
+    when torch passes the flags to the test.
+    """
+    from torch._inductor import cpu_vec_isa
+
+    asked = cpu_vec_isa.valid_vec_isa_list
+    if hasattr(asked, "turns"):
+        return
+    turns = threading.Lock()
+
+    @functools.wraps(asked)
+    def valid_vec_isa_list() -> list[Any]:
+        with turns:
+            return asked()
+
+    valid_vec_isa_list.turns = turns  # type: ignore[attr-defined]
+    valid_vec_isa_list.cache_clear = asked.cache_clear  # type: ignore[attr-defined]
+    valid_vec_isa_list.cache_info = asked.cache_info  # type: ignore[attr-defined]
+    cpu_vec_isa.valid_vec_isa_list = valid_vec_isa_list  # type: ignore[assignment]
 
 
 STAGES = ("dynamo", "aot_autograd", "inductor", "codegen", "kernels")

@@ -1,6 +1,9 @@
 """What is asked of TorchInductor from outside, where it may refuse."""
 
 import collections
+import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -9,6 +12,8 @@ import torch
 from torch._inductor import codecache
 
 from warmstart import inductor
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -175,6 +180,40 @@ def test_torch_tests_other_processors_itself(monkeypatch) -> None:
     monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: False)
     inductor.load()
     assert VecISA.check_build is own
+
+
+def test_two_threads_find_the_flags_of_the_processor_that_one_finds(tmp_path) -> None:
+    """In a process of its own, as torch keeps what it found; on a processor that has all that torch asks for."""
+    code = """
+import threading, time, torch
+from warmstart import inductor
+inductor._trust_vector_units = lambda: None
+inductor.load()
+from torch._inductor import cpu_vec_isa
+cpu_vec_isa.x86_isa_checker = lambda: ["avx2", "avx512", "avx512_vnni"]
+cpu_vec_isa.platform.machine = lambda: "x86_64"
+torch.cpu._is_avx512_bf16_supported = torch.cpu._is_vnni_supported = lambda: True
+asked = []
+def check_build(self, code):
+    if "bf16" in code:
+        asked.append(code)
+        time.sleep(0.4 * len(asked))  # a second one begins before the first ends, and ends after it
+    return True
+cpu_vec_isa.VecISA.check_build = check_build
+threads = [threading.Thread(target=cpu_vec_isa.pick_vec_isa) for _ in range(2)]
+for thread in threads:
+    thread.start()
+    time.sleep(0.2)
+[thread.join(60) for thread in threads]
+print(cpu_vec_isa.pick_vec_isa().build_arch_flags())
+"""
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "-mavx512vnni" in done.stdout
+    assert "bf16" not in done.stdout
 
 
 class WithoutAutocast(torch.nn.Module):
