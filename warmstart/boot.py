@@ -185,6 +185,7 @@ class _Boot:
         self.headers: Path | None = None
         # Whether the compiler was put to work on an empty live directory before the first attempt.
         self.ahead = False
+        self.onednn = False
         with self.clock.phase("key"):
             self.device = identity.device(settings)
             self.key = identity.current_key(plan, sources=sources, load=load, settings=settings)
@@ -309,14 +310,16 @@ class _Boot:
     # --- model -----------------------------------------------------------------------------------------------------
 
     def _import(self, restoring: _Restoring | None) -> None:
+        if self.device == "cpu" and not self.settings.says_how_to_wait:
+            process.wait_briefly()
         import torch
 
         torch.set_num_threads(self.settings.threads)
         if restoring is not None and restoring.found_nothing():
             self._build_ahead()
-        from warmstart import regions, warmup
+        from warmstart import matmul, regions, warmup
 
-        self._regions, self._warmup = regions, warmup
+        self._matmul, self._regions, self._warmup = matmul, regions, warmup
         if self.load is None:
             self._loader = self._family()
         warmup.check_plan(self.plan)
@@ -396,6 +399,8 @@ class _Boot:
         try:
             with self.clock.phase("regions"), process.uncollected():
                 inductor.load()
+                if self.device == "cpu":
+                    self.onednn = self._matmul.use(self.key.environment["cpu vendor"])
                 self._compile(model)
         except SettingsError as error:
             return self._eager(served, str(error))
@@ -758,6 +763,7 @@ class _Boot:
             "dtype": self.key.version["dtype"],
             "threads": self.settings.threads,
             "vector_isa": inductor.vector_isa() if self.device == "cpu" else None,
+            "matmul": "oneDNN" if self.onednn else "torch",
             "dynamic": identity.dynamic(self.settings, self.plan),
             "strategy": self.settings.strategy,
             "quantization": self.settings.quantize + (f", {self.quantized} layers" if self.quantized else ""),

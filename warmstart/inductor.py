@@ -289,6 +289,8 @@ def compiling(missing: Missing) -> Iterator[None]:
     import torch._inductor.config as inductor
     from torch.fx.experimental import _config as shapes
 
+    from warmstart import matmul
+
     # Inference mode rather than no_grad: its tensors are no views of a base, and guards on the base's strides would
     # cost one more graph per region. Without duck shaping two sizes that happen to be equal at the first call (16
     # picture tokens, 16 text tokens) are not taken to be equal for ever (pytorch/pytorch#160271).
@@ -302,7 +304,10 @@ def compiling(missing: Missing) -> Iterator[None]:
         shapes.patch(use_duck_shape=False),  # type: ignore[attr-defined]
         dynamo.patch(specialize_float=True, record_runtime_overhead=False),
         inductor.patch(
-            unsafe_marked_cacheable_functions=dict.fromkeys(_CACHEABLE, "") | inductor.unsafe_marked_cacheable_functions
+            unsafe_marked_cacheable_functions=(
+                dict.fromkeys(_CACHEABLE, "") | inductor.unsafe_marked_cacheable_functions
+            ),
+            post_grad_custom_post_pass=matmul.beside(inductor.post_grad_custom_post_pass),
         ),
         torch.compiler.set_stance(missing.value),
         toolchain.as_noted(),

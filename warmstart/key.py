@@ -8,6 +8,7 @@ host, a user, a date or a process id: such a fact would turn every boot cold.
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
@@ -106,6 +107,7 @@ def environment_facts(
         return facts | gpu_facts(device, visible_devices)
     return facts | {
         "device": device,
+        "cpu vendor": cpu_vendor(),
         "cpu flags": cpu_flags(),
         "cpu threads": str(threads),
         _COMPILER: compiler_version(compiler),
@@ -176,6 +178,14 @@ def _differences(here: Key, other: Key) -> str:
         if _differing(ours, theirs)
     ]
     return ". ".join(parts) or "the same"
+
+
+def cpu_vendor(cpuinfo: Path = _CPUINFO) -> str:
+    """Names the processor's maker as x86 processors do themselves; "unknown" of others. See `warmstart.matmul`."""
+    with contextlib.suppress(OSError):
+        if found := re.search(r"^vendor_id\s*:[ \t]*(\S+)", cpuinfo.read_text(errors="replace"), re.MULTILINE):
+            return found[1]
+    return "unknown"
 
 
 def cpu_flags(cpuinfo: Path = _CPUINFO) -> str:

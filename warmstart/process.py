@@ -52,6 +52,15 @@ def _command(pid: int) -> str:
         return ""
 
 
+def wait_briefly() -> None:
+    """Has threads of OpenMP wait busily for about a millisecond, before torch is imported.
+
+    GNU's libgomp has 300,000 rounds as its default, 5 to 10 ms. That long a thread that waits for another keeps it from
+    its core, where the system put both on one: for the first operations of a new thread's team, as often as not.
+    """
+    os.environ["GOMP_SPINCOUNT"] = "30000"
+
+
 def end_idle_threads() -> None:
     """Ends the threads of OpenMP that work for the calling one, until it needs them again.
 

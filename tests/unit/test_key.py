@@ -21,6 +21,7 @@ from warmstart.key import (
     compiler_trouble,
     compiler_version,
     cpu_flags,
+    cpu_vendor,
     differ_in_compiler,
     difference,
     environment_facts,
@@ -80,8 +81,8 @@ def test_the_facts_of_this_machine() -> None:
     assert facts["python"] == f"{sys.version_info.major}.{sys.version_info.minor}"
     assert facts["glibc"].startswith("glibc 2.")
     assert set(facts) == {
-        "format", "machine", "python", "glibc", "torch", "torch git", "cuda runtime", "triton", "device", "cpu flags",
-        "cpu threads", "c++ compiler",
+        "format", "machine", "python", "glibc", "torch", "torch git", "cuda runtime", "triton", "device", "cpu vendor",
+        "cpu flags", "cpu threads", "c++ compiler",
     }  # fmt: skip
 
 
@@ -138,6 +139,15 @@ def test_cpu_flags_are_instruction_sets_only(tmp_path: Path) -> None:
     assert cpu_flags(tmp_path / "x86") == flags
     (tmp_path / "arm").write_text("Features\t: fp asimd evtstrm sve2 bf16 cpuid ssbs paca\n")
     assert cpu_flags(tmp_path / "arm") == "asimd bf16 fp sve2"
+
+
+def test_the_maker_of_a_processor_is_named_by_x86_alone(tmp_path: Path) -> None:
+    (tmp_path / "x86").write_text(f"processor\t: 0\nvendor_id\t: AuthenticAMD\n{X86}\nvendor_id\t: Other\n")
+    (tmp_path / "arm").write_text("CPU implementer\t: 0x41\nFeatures\t: fp asimd\n")
+    (tmp_path / "said nothing").write_text(f"vendor_id\t:\n{X86}\n")
+    found = {path.name: cpu_vendor(path) for path in tmp_path.iterdir()}
+    assert found == {"x86": "AuthenticAMD", "arm": "unknown", "said nothing": "unknown"}
+    assert cpu_vendor(tmp_path / "absent") == "unknown"
 
 
 def test_other_mitigations_are_the_same_cpu_and_other_vectors_are_not(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ HEAVY = ("torch", "triton", "diffusers", "transformers", "accelerate")
 # May load the frameworks, each in its own time; everything else must not, since the boot sets Inductor's
 # environment before torch is there, and `scripts/cache` answers in a moment.
 MAY_BE_HEAVY = {
-    "arguments", "blocks", "direct", "guards", "inductor", "lora", "lora_files", "models", "quantize", "regions",
-    "toolchain", "warmup",
+    "arguments", "blocks", "direct", "guards", "inductor", "lora", "lora_files", "matmul", "models", "quantize",
+    "regions", "toolchain", "warmup",
 }  # fmt: skip
 
 ONE_WAY = "Imports flow one way"
