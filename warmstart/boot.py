@@ -211,6 +211,7 @@ class _Boot:
             unplanned=self.settings.unplanned,
             fullgraph=self.settings.fullgraph,
             stop_grace_s=self.settings.stop_grace_s,
+            on_cpu=self.device == "cpu",
         )
         outcome, reason = self._climb(served, model)
         if self.standing_in:

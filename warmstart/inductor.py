@@ -20,7 +20,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from warmstart import toolchain
+from warmstart import process, toolchain
 from warmstart.report import sentence
 
 MAX_GRAPHS = 256
@@ -313,6 +313,15 @@ def compiling(missing: Missing) -> Iterator[None]:
         toolchain.as_noted(),
     ):
         yield
+
+
+def start_threads() -> None:
+    """Starts the threads that compute for the calling one, each on a core of its own if there are as many."""
+    import torch
+
+    # Torch gives each at least 32,768 numbers (`at::internal::GRAIN_SIZE`).
+    torch.empty(torch.get_num_threads() << 15, device="cpu").fill_(0)
+    process.spread_threads()
 
 
 @contextlib.contextmanager

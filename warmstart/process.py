@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,6 +60,38 @@ def wait_briefly() -> None:
     its core, where the system put both on one: for the first operations of a new thread's team, as often as not.
     """
     os.environ["GOMP_SPINCOUNT"] = "30000"
+
+
+def spread_threads() -> None:
+    """Moves running threads of this process that share a core to cores that none of them is on, and leaves them free.
+
+    Linux often puts a new thread on the core of the one that starts it, takes up to 30 ms to see that another is idle,
+    and meanwhile each operation of the two takes as long as the first waits busily. Threads that were bound to other
+    cores than the calling one stay.
+    """
+    with contextlib.suppress(OSError):  # a kernel that does not let cores be chosen
+        allowed = os.sched_getaffinity(0)
+        free = set(allowed)
+        for thread, core in _running():
+            if core in free:
+                free.discard(core)
+            elif free and os.sched_getaffinity(thread) == allowed:
+                os.sched_setaffinity(thread, {free.pop()})
+                os.sched_setaffinity(thread, allowed)
+
+
+def _running() -> list[tuple[int, int]]:
+    """Threads of this process that run or could, each with the core that it was on last, the calling one first."""
+    found = []
+    for task in _listed(Path("/proc/self/task")):
+        try:
+            # After the name, which may hold anything: the state, and 36 fields later the core. See proc_pid_stat(5).
+            state, *rest = (task / "stat").read_text().rpartition(")")[2].split()
+        except (OSError, ValueError):
+            continue  # it has ended
+        if state == "R":
+            found.append((int(task.name), int(rest[35])))
+    return sorted(found, key=lambda item: item[0] != threading.get_native_id())
 
 
 def end_idle_threads() -> None:

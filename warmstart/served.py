@@ -59,9 +59,18 @@ class Served:
     report: Report
 
     def __init__(
-        self, model: Model, *, unplanned: str, fullgraph: bool, stop_grace_s: float, slots: Slots | None = None
+        self,
+        model: Model,
+        *,
+        unplanned: str,
+        fullgraph: bool,
+        stop_grace_s: float,
+        slots: Slots | None = None,
+        on_cpu: bool = False,
     ) -> None:
         self._model = model
+        self._on_cpu = on_cpu
+        self._begun = threading.local()
         self._slots = slots
         self._unplanned = unplanned
         # A region that is one graph is refused before any of it has run. One with graph breaks might be refused half
@@ -83,6 +92,7 @@ class Served:
         tally = self._tally(request)
         # One lock round whatever may compile: Dynamo compiles in one thread at a time, and pipelines keep state.
         with process.passing_threads(), _RUNNING, inductor.compiling(self._missing), self._counted(tally):
+            self._begin()
             self._adapt(tally)
             outputs, tally.refused = self._run(request)
         return Result(outputs, tally.seconds, tally.graphs, self._why_slower(tally))
@@ -100,6 +110,12 @@ class Served:
         if not hasattr(self._model, "stream"):
             raise RequestError(f"{type(self._model).__name__} writes no text that could be streamed; call it instead.")
         return Stream(self, cast("TextModel", self._model), request, self._tally(request))
+
+    def _begin(self) -> None:
+        """In the first request on a thread: later ones find Linux expecting that much work of it."""
+        if self._on_cpu and not hasattr(self._begun, "on_this_thread"):
+            self._begun.on_this_thread = True
+            inductor.start_threads()
 
     def _tally(self, request: Request) -> _Tally:
         label = self._model.label(request)
@@ -260,6 +276,7 @@ class Stream:
         """Makes one token; None after the last."""
         served, tally = self._served, self._tally
         with _RUNNING, inductor.compiling(served._missing), served._counted(tally):
+            served._begin()
             # Another request may have come in between.
             served._adapt(tally)
             try:

@@ -99,6 +99,43 @@ def test_threads_that_work_for_an_idle_one_end_and_come_again():
     assert done.stdout.split() == ["1", "0", "True", "1", "2"]
 
 
+# Two threads that both compute, begun on one core and then allowed on all, as Linux may begin them by itself.
+SHARED = """
+import hashlib, os, threading
+from warmstart import process
+
+allowed = os.sched_getaffinity(0)
+first = min(allowed)
+def core(thread):
+    return int(open(f"/proc/self/task/{thread}/stat").read().rpartition(")")[2].split()[36])
+def compute():  # without Python's lock
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 400_000)
+shared = spread = kept = 0
+for _ in range(10):
+    os.sched_setaffinity(0, {first})
+    other = threading.Thread(target=compute)
+    other.start()
+    os.sched_setaffinity(0, allowed)
+    os.sched_setaffinity(other.native_id, allowed)
+    if core(threading.get_native_id()) == core(other.native_id):
+        shared += 1
+        process.spread_threads()
+        spread += core(threading.get_native_id()) != core(other.native_id)
+    kept += os.sched_getaffinity(0) == os.sched_getaffinity(other.native_id) == allowed
+    other.join()
+print(shared, spread, kept)
+"""
+
+
+def test_threads_on_one_core_are_spread_and_left_free():
+    assert len(os.sched_getaffinity(0)) > 1, "threads cannot be spread over one core"
+    done = subprocess.run([sys.executable, "-c", SHARED], capture_output=True, text=True, timeout=120, check=True)
+    shared, spread, kept = map(int, done.stdout.split())
+    assert shared >= 5, "the test means to have both on one core"
+    assert spread == shared
+    assert kept == 10
+
+
 def test_without_openmp_there_is_nothing_to_end(monkeypatch):
     monkeypatch.setattr(process.ctypes, "CDLL", lambda name: object())
     process.end_idle_threads()

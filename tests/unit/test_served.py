@@ -218,3 +218,30 @@ def test_a_model_of_pictures_is_not_streamed() -> None:
 def test_a_stream_that_was_not_planned_is_refused_before_its_first_piece() -> None:
     with pytest.raises(UnplannedRequestError, match="'a' was not planned"):
         served(Writer(), "reject").stream(say("a"))
+
+
+def test_threads_are_started_in_the_first_request_on_each_thread_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[str] = []
+    monkeypatch.setattr(inductor, "start_threads", lambda: started.append(threading.current_thread().name))
+
+    class Writing(Labelled):
+        def run(self, request: Request) -> list[object]:
+            return []
+
+        def stream(self, request: Request) -> Iterator[str]:
+            yield from ("a", "b")
+
+    model = Served(Writing(), unplanned="eager", fullgraph=True, stop_grace_s=0.0, on_cpu=True)  # type: ignore[arg-type]
+
+    def ask() -> None:
+        model(Request("a", {}))
+        assert list(model.stream(Request("a", {}))) == ["a", "b"]
+
+    for name in ("one", "two"):
+        thread = threading.Thread(target=ask, name=name)
+        thread.start()
+        thread.join(60)
+    assert list(model.stream(Request("a", {}))) == ["a", "b"]
+    assert started == ["one", "two", threading.current_thread().name]
+    served(Writing())(Request("a", {}))
+    assert len(started) == 3
