@@ -1,44 +1,49 @@
 """Linear layers that go to oneDNN are cached like all else; how threads wait is said before torch is there."""
 
 import pytest
-from booting import QUICK
+from booting import ONE, QUICK, SEVEN
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-# Four wide pictures at once make the default model's layers large enough.
-MADE_BY = """
-import predict
-from warmstart import key
-key.cpu_vendor = lambda: {vendor!r}
-PLAN = [predict.request('7', '3:2', 4, 1, 1.0, 0)]
+# The default model's layers are small.
+LARGE_ENOUGH = """
+from warmstart import matmul
+matmul.MIN_ROWS = matmul.MIN_MULTIPLICATIONS = 1
 """
-DRAW = [["a handwritten seven", "3:2", 4, 4, 1.0, 5]]
 FIND = """
 import os, pathlib
 live = pathlib.Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
 answer = sum("mkldnn._linear_pointwise.default(" in path.read_text() for path in live.rglob("*.py"))
 """
-# GNU's libgomp tells what it was given, once it is loaded.
-TELL = {**QUICK, "OMP_DISPLAY_ENV": "verbose", "OMP_WAIT_POLICY": None, "GOMP_SPINCOUNT": None}
 
 
-def boot_of(boot, store, vendor, **environment):
-    return boot(store, draw=DRAW, before=MADE_BY.format(vendor=vendor), after=FIND, environment={**TELL, **environment})
+def made_by(vendor: str) -> str:
+    return f"{ONE}\nfrom warmstart import key\nkey.cpu_vendor = lambda: {vendor!r}\n"
 
 
 def test_graphs_for_amd_call_onednn_and_are_warm_the_next_time(boot, store):
-    first = boot_of(boot, store, "AuthenticAMD")
+    order = {"draw": SEVEN, "after": FIND, "environment": QUICK}
+    first = boot(store, before=made_by("AuthenticAMD") + LARGE_ENOUGH, **order)
     assert (first.report["outcome"], first.report["facts"]["matmul"]) == ("cold", "oneDNN")
-    assert first.after > 0
+    assert first.after == 1
     assert all(region["difference"] <= region["tolerance"] for region in first.report["regions"])
-    again = boot_of(boot, store, "AuthenticAMD")
+    again = boot(store, before=made_by("AuthenticAMD") + LARGE_ENOUGH, **order)
     assert (again.report["outcome"], again.counts["fx_misses"], again.counts["kernels_built"]) == ("warm", 0, 0)
     assert again.pictures == first.pictures
-    assert "GOMP_SPINCOUNT = '30000'" in again.log
 
-    other = boot_of(boot, store, "GenuineIntel", OMP_WAIT_POLICY="PASSIVE")
+    other = boot(store, before=made_by("GenuineIntel"), **order)
     assert (other.report["outcome"], other.report["facts"]["matmul"]) == ("cold", "torch")
-    assert "cpu vendor here GenuineIntel, there AuthenticAMD" in other.report["reason"]
+    assert 'cpu vendor is "GenuineIntel" here, "AuthenticAMD" there' in other.report["reason"]
     assert other.after == 0
-    assert "GOMP_SPINCOUNT" in other.log
-    assert "GOMP_SPINCOUNT = '30000'" not in other.log
+
+
+@pytest.mark.parametrize(
+    ("said", "count"),
+    [({}, "30000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "PASSIVE"}, "0")],
+    ids=lambda value: " ".join(value) or "nothing" if isinstance(value, dict) else value,
+)
+def test_threads_wait_as_the_user_says_and_else_briefly(boot, store, said, count):
+    # GNU's libgomp tells what it was given, once it is loaded.
+    environment = {"OMP_DISPLAY_ENV": "verbose", "OMP_WAIT_POLICY": None, "WARMSTART_COMPILE": "off", **said}
+    booted = boot(store, before=ONE, environment=environment)
+    assert f"GOMP_SPINCOUNT = '{count}'" in booted.log
