@@ -88,16 +88,18 @@ def test_sizes_of_any_value_go_by_the_first(compiled) -> None:
     assert [graph.count(ONEDNN) for graph in seen] == [1]
 
 
-def test_inductor_takes_weights_that_are_no_constants(monkeypatch) -> None:
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_inductor_takes_weights_that_are_no_constants(monkeypatch, dynamic: bool) -> None:
     monkeypatch.setattr(matmul, "_pass", None)
     assert matmul.use("AuthenticAMD")
     linear = layer()
     torch._dynamo.reset()
     with torch.inference_mode(), torch._inductor.config.patch(post_grad_custom_post_pass=matmul.beside(None)):
-        function = torch.compile(linear, fullgraph=True)
+        function = torch.compile(linear, fullgraph=True, dynamic=dynamic)
         x = torch.randn(ROWS, INPUTS)
         _, [code] = torch._inductor.utils.run_and_get_code(function, x)
-        torch.testing.assert_close(function(x), linear(x), rtol=1e-5, atol=1e-5)
+        for given in (x, torch.randn(3 * ROWS, INPUTS)) if dynamic else (x,):
+            torch.testing.assert_close(function(given), linear(given), rtol=1e-5, atol=1e-5)
     assert "mkldnn._linear_pointwise" in code
     assert "extern_kernels.addmm" not in code
 
