@@ -129,10 +129,16 @@ def remove_broken(store: Store, version: Version) -> None:
             store.remove(version.stored, file.name, file.suffix)
 
 
-def copy(source: Store, target: Store, tell: Callable[[str], None]) -> Copied:
+def copy(source: Store, target: Store, tell: Callable[[str], None], *, only: Key | None = None) -> Copied:
     """Copies each bundle that the target lacks, after it was verified here; the target's secret signs it.
 
     Bundles that another one holds already are not copied.
+
+    Args:
+        source: where bundles are.
+        target: where they are to be.
+        tell: is given a line for people about each bundle.
+        only: the key to copy; all keys without.
 
     Raises:
         OSError, StoreError: a store cannot be read or written; what was copied stays.
@@ -140,6 +146,8 @@ def copy(source: Store, target: Store, tell: Callable[[str], None]) -> Copied:
     copied = Copied()
     held = source.keys()
     for stored in held:
+        if only is not None and not _is(stored, only):
+            continue
         missing = list(_missing(source, target, stored))
         if stored.facts is None:
             copied.skipped += [f"bundle {item.name[:12]} of {_digest_pair(stored)}: {NO_FACTS}" for item in missing]

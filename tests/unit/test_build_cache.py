@@ -110,6 +110,32 @@ def test_a_build_fills_the_store_that_is_named_where_the_user_is(
     assert [call.settings.cache_url for call in boots.calls] == [str(tmp_path / "elsewhere"), "s3://bucket/prefix"]
 
 
+def test_a_build_copies_what_it_found_in_cache_to_the_store_that_is_named(
+    command, project, boots, tmp_path, capsys
+) -> None:
+    """The boot publishes nothing of that, since it has it already."""
+    stored(project / "cache", tmp_path, OMP_NUM_THREADS="77")
+    held = stored(project / "cache", tmp_path).keys()
+    [here] = [item for item in held if item.facts.environment["cpu threads"] != "77"]
+    elsewhere = tmp_path / "elsewhere"
+    assert command.main(["--url", str(elsewhere)], project) == 0
+    assert f"1 bundles of cache/ copied to {elsewhere}." in capsys.readouterr().err
+    [copied] = DirectoryStore(elsewhere).keys()
+    assert copied.facts == here.facts
+    assert command.main(["--url", str(elsewhere)], project) == 0
+    assert command.main([], project) == 0
+    assert "copied" not in capsys.readouterr().err
+
+
+def test_a_build_whose_cache_cannot_be_copied_has_failed(command, project, boots, tmp_path, capsys) -> None:
+    """Here the bundle was damaged; the boot has done without it."""
+    stored(project / "cache", tmp_path)
+    [bundle] = (project / "cache").rglob("*.tar.zst")
+    bundle.write_bytes(bundle.read_bytes()[:100])
+    assert command.main(["--url", str(tmp_path / "elsewhere")], project) == 1
+    assert f"bundle {bundle.name[:12]} of cache" in capsys.readouterr().err
+
+
 def test_a_predictor_that_loads_its_own_model_needs_no_weights(command, project, boots, capsys) -> None:
     shutil.rmtree(project / "weights")
     predict = (project / "predict.py").read_text()
