@@ -93,7 +93,10 @@ def _linear(node: Any) -> tuple[Node, Node, Node | None] | None:
     values = [item.meta["val"] for item in (x, weight, bias) if item is not None]
     if any(value.dtype != torch.float32 or value.device.type != "cpu" for value in values):
         return None
-    if not values[1].is_contiguous() or (bias is not None and values[2].dim() != 1):
+    if not values[1].is_contiguous():
+        return None
+    # What addmm would spread over rows or columns; oneDNN's bias has a number for each output.
+    if bias is not None and tuple(values[2].shape) != (values[1].shape[0],):
         return None
     return (x, weight, bias) if _worth_it(values[0].shape[0], *values[1].shape) else None
 

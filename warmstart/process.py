@@ -67,17 +67,20 @@ def spread_threads() -> None:
 
     Linux often puts a new thread on the core of the one that starts it, takes up to 30 ms to see that another is idle,
     and meanwhile each operation of the two takes as long as the first waits busily. Threads that were bound to other
-    cores than the calling one stay.
+    cores than the calling one stay; so do Python's, which could start a thread while they are bound.
     """
     with contextlib.suppress(OSError):  # a kernel that does not let cores be chosen
         allowed = os.sched_getaffinity(0)
         free = set(allowed)
+        of_python = {thread.native_id for thread in threading.enumerate()}
         for thread, core in _running():
             if core in free:
                 free.discard(core)
-            elif free and os.sched_getaffinity(thread) == allowed:
-                os.sched_setaffinity(thread, {free.pop()})
-                os.sched_setaffinity(thread, allowed)
+            elif free and thread not in of_python and os.sched_getaffinity(thread) == allowed:
+                try:
+                    os.sched_setaffinity(thread, {free.pop()})
+                finally:
+                    os.sched_setaffinity(thread, allowed)
 
 
 def _running() -> list[tuple[int, int]]:

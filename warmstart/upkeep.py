@@ -138,7 +138,7 @@ def copy(source: Store, target: Store, tell: Callable[[str], None], *, only: Key
         source: where bundles are.
         target: where they are to be.
         tell: is given a line for people about each bundle.
-        only: the key to copy; all keys without.
+        only: the key to copy; all keys without. Its facts stand in for those that the source has lost.
 
     Raises:
         OSError, StoreError: a store cannot be read or written; what was copied stays.
@@ -149,12 +149,13 @@ def copy(source: Store, target: Store, tell: Callable[[str], None], *, only: Key
         if only is not None and not _is(stored, only):
             continue
         missing = list(_missing(source, target, stored))
-        if stored.facts is None:
+        facts = stored.facts or only
+        if facts is None:
             copied.skipped += [f"bundle {item.name[:12]} of {_digest_pair(stored)}: {NO_FACTS}" for item in missing]
             continue
         for number, item in enumerate(missing, 1):
             tell(f"{number} of {len(missing)} bundles of {_digest_pair(stored)}: {item.name[:12]}")
-            if reason := _copy_one(source, target, stored.facts, item):
+            if reason := _copy_one(source, target, facts, item):
                 copied.skipped.append(f"bundle {item.name[:12]} of {source.location}: {reason}")
             else:
                 copied.done.append(item)

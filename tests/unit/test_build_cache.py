@@ -127,13 +127,28 @@ def test_a_build_copies_what_it_found_in_cache_to_the_store_that_is_named(
     assert "copied" not in capsys.readouterr().err
 
 
-def test_a_build_whose_cache_cannot_be_copied_has_failed(command, project, boots, tmp_path, capsys) -> None:
-    """Here the bundle was damaged; the boot has done without it."""
+def test_a_build_copies_from_a_cache_that_has_lost_its_facts(command, project, boots, tmp_path) -> None:
+    """As a boot restores from it."""
+    stored(project / "cache", tmp_path)
+    for path in (project / "cache").rglob("*.json"):
+        path.unlink()
+    assert command.main(["--url", str(tmp_path / "elsewhere")], project) == 0
+    assert len(list((tmp_path / "elsewhere").rglob("*.tar.zst"))) == 1
+
+
+def test_a_build_tells_of_what_the_boot_did_without(command, project, boots, tmp_path, capsys) -> None:
     stored(project / "cache", tmp_path)
     [bundle] = (project / "cache").rglob("*.tar.zst")
     bundle.write_bytes(bundle.read_bytes()[:100])
-    assert command.main(["--url", str(tmp_path / "elsewhere")], project) == 1
+    assert command.main(["--url", str(tmp_path / "elsewhere")], project) == 0
     assert f"bundle {bundle.name[:12]} of cache" in capsys.readouterr().err
+
+
+def test_a_build_whose_store_cannot_be_written_has_failed(command, project, boots, tmp_path, capsys) -> None:
+    stored(project / "cache", tmp_path)
+    (tmp_path / "file").write_text("no directory")
+    assert command.main(["--url", str(tmp_path / "file")], project) == 1
+    assert f"what cache/ holds could not be copied to {tmp_path / 'file'}" in capsys.readouterr().err
 
 
 def test_a_predictor_that_loads_its_own_model_needs_no_weights(command, project, boots, capsys) -> None:

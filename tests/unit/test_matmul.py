@@ -67,6 +67,7 @@ def test_each_use_of_a_weight_goes_there(compiled) -> None:
         pytest.param(lambda: Computed(), torch.randn(ROWS, INPUTS), id="computed weight"),
         pytest.param(lambda: Across(), torch.randn(ROWS, INPUTS), id="weight laid out by columns"),
         pytest.param(lambda: Added(), torch.randn(ROWS, INPUTS), id="something else than a bias"),
+        pytest.param(lambda: Shifted(), torch.randn(ROWS, INPUTS), id="one number for all outputs"),
         pytest.param(lambda: Scaled(), torch.randn(ROWS, INPUTS), id="scaled sum"),
         pytest.param(lambda: Product(), torch.randn(256, 256), id="no weight"),
     ],
@@ -146,6 +147,18 @@ class Added(nn.Module):
 
     def forward(self, x):
         return torch.addmm(x[:, :1].expand(-1, OUTPUTS), x, self.linear.weight.T)
+
+
+class Shifted(nn.Module):
+    """Inductor makes such a sum an addmm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = layer(bias=False)
+        self.shift = nn.Parameter(torch.randn(1), requires_grad=False)
+
+    def forward(self, x):
+        return torch.addmm(self.shift, x, self.linear.weight.T)
 
 
 class Scaled(nn.Module):
