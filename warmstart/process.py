@@ -56,8 +56,8 @@ def _command(pid: int) -> str:
 def wait_briefly() -> None:
     """Has threads of OpenMP wait busily for about a millisecond, before torch is imported.
 
-    GNU's libgomp has 300,000 rounds as its default, 5 to 10 ms. That long a thread that waits for another keeps it from
-    its core, where the system put both on one: for the first operations of a new thread's team, as often as not.
+    GNU's libgomp has 300,000 rounds as its default, 7 ms on an AMD EPYC (docs/decisions.md). That long a thread that
+    waits for another keeps it from its core, where the system has put both on one.
     """
     os.environ["GOMP_SPINCOUNT"] = "30000"
 
