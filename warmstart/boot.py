@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from warmstart import bundle, identity, inductor, process, toolchain, trace
+from warmstart import bundle, identity, inductor, notes, process, toolchain, trace
 from warmstart.bundle import Limits
 from warmstart.cache import Cache, Persisted, PersistOutcome, Restored, RestoreOutcome, explain
 from warmstart.key import compiler_trouble, lacks_compiler
@@ -55,6 +55,8 @@ _SLOWER, _LOST = 1.5, 0.1
 _ANSWER_S = 5.0
 # How long the imports wait for the restore at most: what a megabyte from a disk takes on a busy core.
 _HEAD_START_S = 0.15
+# Kind of the notes that say which part breaks the compile also where nothing was restored.
+_FAILING = "failing-parts"
 
 
 class CompileRequiredError(RuntimeError):
@@ -166,6 +168,9 @@ class _Boot:
         self.restored = Restored(RestoreOutcome.NOTHING, "")
         self.why_nothing = ""
         self.found = False
+        # Torch's counters, and what kernels there were, before the attempts that `counts` and `kernels_built` are of.
+        self.counted = inductor.Counts()
+        self.had: frozenset[str] = frozenset()
         self.counts = inductor.Counts()
         self.kernels_built = 0
         self.parts: list[Part] = []
@@ -416,12 +421,7 @@ class _Boot:
             cause = self._attempt(served, self.live)
         if cause and self.standing_in:
             return self._eager(served, f"{cause}; and nothing can be built anew: {self.trouble}")
-        if cause and self.found:
-            self.warnings.append(f"with the restored cache the compile failed ({cause}); it was set aside")
-            cause = self._attempt_cold(served, self.live, cause)
-        while cause and self._leave_out(cause):
-            cause = self._attempt(served, self.live)
-        if cause:
+        if cause := self._without_what_fails(served, cause):
             return self._eager(served, f"the compile failed: {cause}")
         if all(part.outcome == "uncompiled" for part in self.parts):
             return self._eager(served, _uncompiled(self.parts))
@@ -432,17 +432,48 @@ class _Boot:
         """All regions of all parts."""
         return [region for part in self.parts for region in part.regions]
 
-    def _leave_out(self, cause: str) -> bool:
-        """Serves the parts uncompiled whose regions broke the last attempt; says whether any other is left to try."""
-        broken = {region.part for region in self.regions if region.broke}
-        left = [region for region in self.regions if region.part not in broken and not region.failed]
-        if not broken or not left:
+    def _without_what_fails(self, served: Served, cause: str) -> str:
+        """Goes on without the parts that break the compile; returns what still goes wrong, or an empty string.
+
+        What was restored may be why they do, so all is compiled anew once, unless an earlier boot has noted that they
+        break without it too.
+        """
+        suspected = self.found
+        while cause and self.live is not None:
+            broken = sorted({region.part for region in self.regions if region.broke})
+            if suspected and not (broken and {*broken} <= {*notes.read(self.live.path, _FAILING)}):
+                suspected = False
+                self.warnings.append(f"with the restored cache the compile failed ({cause}); it was set aside")
+                cause = self._attempt_cold(served, self.live, cause)
+                continue
+            if not (self.found or self.trouble):
+                self._note_failing(self.live, broken)
+            if not self._leave_out(broken, cause):
+                break
+            cause = self._attempt(served, self.live, goes_on=True)
+        return cause
+
+    def _leave_out(self, broken: Sequence[str], cause: str) -> bool:
+        """Serves these parts uncompiled; says whether they are to blame, and any other is left to try."""
+        serving = [region for region in self.regions if not region.failed]
+        guilty = [region for region in serving if region.part in broken]
+        if not guilty or len(guilty) == len(serving):
             return False
+        for region in guilty:
+            region.give_up(cause)
+            region.differences, region.speeds = [], []
         for region in self.regions:
-            if region.part in broken:
-                region.give_up(cause)
-        self._forget()
+            region.calls, region.broke = 0, False
         return True
+
+    def _note_failing(self, live: LiveDirectory, parts: Sequence[str]) -> None:
+        try:
+            for part in parts:
+                notes.add(live.path, _FAILING, part)
+        except OSError as error:
+            self.warnings.append(f"that the compile of {parts[0]} fails cannot be noted for later boots: {error}")
+        else:
+            self._save_soon()
 
     def _compile(self, model: Model) -> None:
         parts = model.parts()
@@ -497,14 +528,21 @@ class _Boot:
         for region in self.regions:
             region.forget()
 
-    def _attempt(self, served: Served, live: LiveDirectory) -> str:
-        """Warms, checks and verifies; returns what went wrong in words, or an empty string."""
+    def _attempt(self, served: Served, live: LiveDirectory, *, goes_on: bool = False) -> str:
+        """Warms, checks and verifies; returns what went wrong in words, or an empty string.
+
+        Args:
+            served: the model.
+            live: where compiled code lives.
+            goes_on: from the attempt before. What that one compiled is still there, and counts as compiled.
+        """
         self._remove_incomplete(live)
-        ahead, self.ahead = self.ahead, False
-        # Restored by us, or by a platform into a directory of its own.
-        self.found = not ahead and inductor.holds_code(live.path)
-        had = frozenset() if ahead else inductor.kernels(live.path)
-        before = inductor.counts()
+        if not goes_on:
+            ahead, self.ahead = self.ahead, False
+            # Restored by us, or by a platform into a directory of its own.
+            self.found = not ahead and inductor.holds_code(live.path)
+            self.had = frozenset() if ahead else inductor.kernels(live.path)
+            self.counted = inductor.counts()
         if self.leftover is not None:
             self.leftover.begin()
         try:
@@ -514,8 +552,8 @@ class _Boot:
             self.trouble = self.trouble or toolchain.trouble(error)
             return toolchain.trouble(error) or sentence(error)
         finally:
-            self.counts = inductor.counts() - before
-            self.kernels_built = len(inductor.kernels(live.path) - had)
+            self.counts = inductor.counts() - self.counted
+            self.kernels_built = len(inductor.kernels(live.path) - self.had)
         cause = self._failed_check()
         if self.leftover is not None and not cause:
             self.leftover.end(self.cache.entries if self.cache is not None else ())

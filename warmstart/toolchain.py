@@ -6,7 +6,6 @@ Knows torch's builder of C++ code, not keys, caches or models. Torch imports hap
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import re
@@ -19,16 +18,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from warmstart import notes
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 NOTES = "toolchain"
-"""Directory inside the live one, published along with what was compiled."""
+"""Kind of these notes."""
 
 BUILD_TIMEOUT_S = 600.0
 """One run of the compiler; as long as Inductor waits for its own lock on what is being built."""
 
-_MAX_NOTE_BYTES = 64 << 10
 # As little as torch 2.13 asks of a compiler by its version: flags of aarch64 before GCC 13.
 _GCC_MAJOR = 13
 _HEADER = re.compile(r"fatal error: ['\"]?([\w./+-]+)['\"]?(?:: No such file| file not found)")
@@ -68,8 +68,7 @@ _hung = ""
 def note(live: Path) -> None:
     """Notes in a live directory what torch was told by the compiler here, if it is not noted there yet.
 
-    Torch keeps most of these answers from the compile before. A note that is there is read, which tells those who look
-    at times of access that it was used.
+    Torch keeps most of these answers from the compile before.
 
     Raises:
         OSError: the directory cannot be written.
@@ -83,13 +82,7 @@ def note(live: Path) -> None:
         cpp_builder._is_intel_compiler(name),
         cpp_builder._is_gcc_version_less_than(name, _GCC_MAJOR),
     )
-    text = json.dumps(asdict(here), sort_keys=True)
-    path = live / NOTES / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
-    path.parent.mkdir(mode=0o700, exist_ok=True)
-    if not path.exists() or path.read_bytes() != text.encode():
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        temporary.write_text(text)
-        temporary.replace(path)
+    notes.add(live, NOTES, json.dumps(asdict(here), sort_keys=True))
 
 
 def stand_in(live: Path) -> bool:
@@ -100,7 +93,7 @@ def stand_in(live: Path) -> bool:
     asks only for what it builds.
     """
     global _noted
-    found = sorted(filter(None, map(_read, (live / NOTES).glob("*.json"))), key=lambda item: item.name)
+    found = sorted(filter(None, map(_read, notes.read(live, NOTES))), key=lambda item: item.name)
     if not found:
         return False
     compiler = _noted = found[0]
@@ -196,12 +189,10 @@ def _said(output: str) -> str:
     return f"the C++ compiler fails ({words[:200]}); correct or unset CXX, or install g++ anew"
 
 
-def _read(path: Path) -> Compiler | None:
+def _read(note: str) -> Compiler | None:
     try:
-        with path.open("rb") as file:
-            values = json.loads(file.read(_MAX_NOTE_BYTES))
-        compiler = Compiler(**values)
-    except (OSError, ValueError, TypeError):
+        compiler = Compiler(**json.loads(note))
+    except (ValueError, TypeError, RecursionError):
         return None
     kinds = {"name": str, "info": str, "intel": bool, "old_gcc": bool}
     return compiler if all(type(getattr(compiler, name)) is kind for name, kind in kinds.items()) else None

@@ -1,0 +1,63 @@
+"""A part whose compile fails in every boot costs the other parts nothing: they come from the cache, boot after boot."""
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+# The denoiser's block computes something else where it is compiled.
+BEFORE = """
+import dataclasses
+import predict
+import torch
+from diffusers.models.attention import FeedForward
+
+first = predict.request("7", "1:1", 1, 1, 1.0, 0)
+PLAN = [dataclasses.replace(first, inputs={**first.inputs, "output_type": "latent"})]
+forward = FeedForward.forward
+
+def drifting(self, *args):
+    return forward(self, *args) + (1.0 if torch.compiler.is_compiling() else 0.0)
+
+FeedForward.forward = drifting
+"""
+SETTINGS = {
+    "WARMSTART_PARTS": "text_encoder,transformer",
+    "WARMSTART_REGIONS": "CLIPEncoderLayer,FluxTransformerBlock",
+}
+
+
+@pytest.fixture(scope="module")
+def boots(boot, tmp_path_factory):
+    """Three boots after each other over one store."""
+    store = tmp_path_factory.mktemp("failing") / "store"
+    told = []
+    for _ in range(3):
+        booted = boot(store, before=BEFORE, environment=SETTINGS)
+        told.append((booted, {path.name for path in store.rglob("*.tar.zst")}))
+    return told
+
+
+def test_the_first_boot_is_cold_and_serves_the_part_uncompiled(boots):
+    first = boots[0][0]
+    assert first.report["outcome"] == "cold"
+    assert "differs from its eager self" in first.report["reason"]
+    # What the part's attempt compiled is counted too, and no graph of this boot passes for one from a cache.
+    assert (first.counts["fx_hits"], first.counts["fx_misses"]) == (0, 2)
+    assert [(part["name"], part["outcome"]) for part in first.report["parts"]] == [
+        ("text_encoder", "compiled"),
+        ("transformer", "uncompiled"),
+    ]
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_later_boots_are_warm_set_nothing_aside_and_publish_nothing(boots, number):
+    (booted, bundles), (_, before) = boots[number], boots[0]
+    assert booted.report["outcome"] == "warm"
+    assert (booted.counts["fx_misses"], booted.counts["kernels_built"]) == (0, 0)
+    assert booted.report["warnings"] == []
+    assert "transformer is not compiled" in booted.report["reason"]
+    assert {region["name"]: region["graphs"] for region in booted.report["regions"]} == {
+        "text_encoder.CLIPEncoderLayer": 1,
+        "transformer.FluxTransformerBlock": 1,
+    }
+    assert bundles == before
