@@ -173,6 +173,11 @@ class Settings:
 
         if self.lora_rank > _MAX_LORA_RANK:
             raise SettingsError(_bad("WARMSTART_LORA_RANK", str(self.lora_rank), f"0 to {_MAX_LORA_RANK}"))
+        if self.lora_targets and not self.lora_rank:
+            raise SettingsError(
+                f"WARMSTART_LORA_TARGETS is {','.join(self.lora_targets)!r}, but WARMSTART_LORA_RANK is 0, so no layer"
+                " gets room for LoRA weights and it would have no effect; set WARMSTART_LORA_RANK too, or unset it."
+            )
 
     def check_model(self) -> None:
         """Refuses a model that is nowhere; not asked where the Predictor loads its own.

@@ -75,6 +75,20 @@ def test_ls_shows_keys_facts_and_bundles(project: Path, store: DirectoryStore) -
     assert contents(Path(store.location)) == before
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_has_enough_is_no_failure(project: Path, store: DirectoryStore, unbuffered: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("WARMSTART_")}
+    done = subprocess.run(
+        [sys.executable, project / "scripts/cache", "ls", "--store", store.location],
+        cwd=project.parent, env=clean | {"PYTHONUNBUFFERED": unbuffered}, stdout=writer, stderr=subprocess.PIPE,
+        text=True, timeout=300,
+    )  # fmt: skip
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_ls_as_json_is_one_document(project: Path, store: DirectoryStore) -> None:
     [row] = json.loads(run(project, "ls", "--json", "--store", store.location).stdout)["stores"]
     [listed] = row["keys"]

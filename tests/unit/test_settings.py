@@ -66,6 +66,14 @@ def test_a_model_that_is_not_there_is_an_error():
         read(MODEL="wieghts").check_model()
 
 
+def test_layers_for_loras_without_room_for_any_are_an_error_that_names_both():
+    assert read(LORA_TARGETS="to_q,to_k", LORA_RANK="4").lora_targets == ("to_q", "to_k")
+    with pytest.raises(
+        SettingsError, match=r"LORA_TARGETS is 'to_q,to_k', but WARMSTART_LORA_RANK is 0.*no effect; set"
+    ):
+        read(LORA_TARGETS="to_q,to_k")
+
+
 def test_a_misspelt_setting_is_an_error_that_names_the_right_one():
     with pytest.raises(SettingsError, match=r"WARMSTART_CASHE_URL is set.*did you mean WARMSTART_CACHE_URL"):
         read(CASHE_URL="s3://bucket")
