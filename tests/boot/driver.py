@@ -22,7 +22,7 @@ def main() -> None:
     import warmstart
 
     plan = names.get("PLAN", predict.plan())
-    model = warmstart.boot(plan, sources=[predict.__file__])
+    model = warmstart.boot(plan, sources=[predict.__file__], load=names.get("LOAD"))
     answer = {"report": json.loads(model.report.json()), "drawn": [], "threads": []}
     for inputs in order.get("draw", []):
         answer["drawn"].append(draw(model, predict.request(*inputs), order.get("folder")))

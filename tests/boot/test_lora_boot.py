@@ -15,14 +15,21 @@ PLAN = [adapting.request(Path("."), [])]
 """
 
 
-@pytest.fixture(scope="module")
-def boots(boot, tmp_path_factory):
+# A Predictor that loads its pipeline itself.
+LOADS = """
+import diffusers
+LOAD = lambda: diffusers.FluxPipeline.from_pretrained("weights")
+"""
+
+
+@pytest.fixture(scope="module", params=["", LOADS], ids=["by warmstart", "by the Predictor"])
+def boots(request, boot, tmp_path_factory):
     """Two boots with slots over one store, the second in a fresh process."""
     place = tmp_path_factory.mktemp("lora")
     adapting.write(place)
     after = f"answer = adapting.compare(model, Path({str(place)!r}))"
     room = {**QUICK, "WARMSTART_LORA_RANK": str(adapting.RANK)}
-    return [boot(place / "store", before=BEFORE, after=after, environment=room) for _ in range(2)]
+    return [boot(place / "store", before=BEFORE + request.param, after=after, environment=room) for _ in range(2)]
 
 
 def test_a_boot_with_slots_is_warm_the_second_time(boots):
