@@ -2,8 +2,11 @@
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -185,6 +188,38 @@ def test_one_that_ended_between_two_turns_is_told_too(benchmark, processes, tmp_
     process._process.wait()
     with pytest.raises(benchmark.BootError, match=r"The eager process failed \(-9\)"):
         process.turn()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_one_that_is_told_to_stop_leaves_neither_processes_nor_files(tmp_path, number):
+    hangs = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(300)"
+    program = PROCESS.format(row={"outcome": "", "reason": "", "boot_s": 1.0, "peak_bytes": 1}, work=hangs)
+    code = f"""
+import json, signal, sys
+sys.path[:0] = {[str(ROOT / "tests"), str(ROOT / "scripts"), str(ROOT)]!r}
+from loading import load_command
+benchmark = load_command("benchmark")
+benchmark.build = lambda workload, model: None
+benchmark.command = lambda order: [sys.executable, "-c", {program!r}, json.dumps(order)]
+for name in ("SIGHUP", "SIGINT"):  # whoever runs these tests may have them ignored
+    signal.signal(getattr(signal, name), signal.default_int_handler if name == "SIGINT" else signal.SIG_DFL)
+sys.exit(benchmark.main(["--modes", "eager,whole-cold", "--directory", {str(tmp_path)!r}]))
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    try:
+        for _ in range(600):
+            if (tmp_path / "pid").exists() and (pids := (tmp_path / "pid").read_text().split()):
+                break
+            assert process.poll() is None, process.communicate()[1]
+            time.sleep(0.1)
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == (130 if number == signal.SIGINT else 128 + number), errors
+    assert "Traceback" not in errors
+    assert [path.name for path in tmp_path.iterdir()] == ["pid"]
+    assert not any(Path("/proc", pid).exists() for pid in pids)
 
 
 def test_the_table_tells_each_bar_and_each_doubt(benchmark):
