@@ -84,12 +84,9 @@ def _linear(node: Any) -> tuple[Node, Node, Node | None] | None:
         bias, (x, transposed) = None, node.args
     else:
         return None
-    # Weights that are computed in the graph, from 8 bits or with a LoRA, are MKL's still: not measured.
     if transposed.target is not _aten.permute.default or list(transposed.args[1]) != [1, 0]:
         return None
-    weight = transposed.args[0]
-    if weight.op != "placeholder":
-        return None
+    weight = transposed.args[0]  # one of the graph's arguments, or computed in it from 8 bits
     values = [item.meta["val"] for item in (x, weight, bias) if item is not None]
     if any(value.dtype != torch.float32 or value.device.type != "cpu" for value in values):
         return None

@@ -7,6 +7,8 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 
 from warmstart import matmul
+from warmstart.lora import attach
+from warmstart.quantize import quantize
 
 ONEDNN = torch.ops.mkldnn._linear_pointwise.default
 ROWS, INPUTS, OUTPUTS = 160, 128, 512  # more multiplications than it takes
@@ -57,6 +59,21 @@ def test_each_use_of_a_weight_goes_there(compiled) -> None:
     assert seen[0].count(ONEDNN) == 2
 
 
+@pytest.mark.parametrize("room", [False, True])
+@pytest.mark.parametrize("how", ["", "int8", "fp8"])
+def test_weights_in_8_bits_and_room_for_loras_go_there_too(compiled, how: str, room: bool) -> None:
+    model = nn.Sequential(layer(512, 512))
+    if how:
+        quantize({"part": model}, how, "cpu")
+    if room:
+        attach({"part": model}, rank=32, targets=()).fill()
+    function, seen = compiled(model)
+    x = torch.randn(512, 512)
+    torch.testing.assert_close(function(x), model(x), rtol=1e-5, atol=1e-4)
+    # The layer's own product, and the two of its slot.
+    assert seen[0].count(ONEDNN) == (3 if room else 1)
+
+
 @pytest.mark.parametrize(
     ("make", "x"),
     [
@@ -64,7 +81,6 @@ def test_each_use_of_a_weight_goes_there(compiled) -> None:
         pytest.param(lambda: layer(64, 64), torch.randn(ROWS, 64), id="few multiplications"),
         pytest.param(lambda: layer(dtype=torch.float64), torch.randn(ROWS, INPUTS).double(), id="float64"),
         pytest.param(lambda: layer(dtype=torch.bfloat16), torch.randn(ROWS, INPUTS).bfloat16(), id="bfloat16"),
-        pytest.param(lambda: Computed(), torch.randn(ROWS, INPUTS), id="computed weight"),
         pytest.param(lambda: Across(), torch.randn(ROWS, INPUTS), id="weight laid out by columns"),
         pytest.param(lambda: Added(), torch.randn(ROWS, INPUTS), id="something else than a bias"),
         pytest.param(lambda: Shifted(), torch.randn(ROWS, INPUTS), id="one number for all outputs"),
@@ -118,17 +134,6 @@ def test_other_processors_and_other_passes_are_left_alone(monkeypatch) -> None:
 
 def test_what_the_pass_is_is_part_of_a_graph_s_key() -> None:
     assert matmul.LinearPass().uuid() == matmul.LinearPass().uuid() != b""
-
-
-class Computed(nn.Module):
-    """As with weights in 8 bits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = layer()
-
-    def forward(self, x):
-        return nn.functional.linear(x, self.linear.weight * 2)
 
 
 class Across(nn.Module):
