@@ -494,12 +494,30 @@ def _accepts(
     return bool(entry.guard_manager.check(dict(bound.arguments)))
 
 
+class _Probe:
+    """Has attributes as those of any object are."""
+
+
+def _versions_count() -> bool:
+    """Whether a dictionary of attributes gets another version when an attribute is set.
+
+    It does not in CPython 3.13.0 (python/cpython#125608, mended in 3.13.1); to be taken out with support for that.
+    """
+    probe = _Probe()
+    attributes = vars(probe)
+    seen = [_dict_version(attributes)]
+    for value in range(2):
+        probe.value = value  # type: ignore[attr-defined]
+        seen.append(_dict_version(attributes))
+    return len({*seen}) == len(seen)
+
+
 try:
     from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list as _entries
     from torch._C._dynamo.guards import TensorGuards as _TensorGuards
     from torch._C._dynamo.guards import dict_version as _dict_version
     from torch._dynamo import eval_frame as _eval_frame
 
-    _HAS_PARTS = hasattr(_eval_frame._stance, "stance")
+    _HAS_PARTS = hasattr(_eval_frame._stance, "stance") and _versions_count()
 except (ImportError, AttributeError):
     _HAS_PARTS = False  # another version of torch
