@@ -6,7 +6,7 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from booting import ONE, SEVEN, SMALL, Boot, Booted
+from booting import ONE, SEVEN, SMALL, Boot, Booted, warnings
 
 from warmstart.leftover import RECORD
 
@@ -143,9 +143,9 @@ def run(boot: Boot, place: Place, live: Path, what: str, damage: str, store: Pat
         for order, booted in (("first", first), ("second", second))
         if booted.pictures != place.pictures
     ]
-    told = first.report["warnings"] or first.report["outcome"] != "warm"
+    told = warnings(first.report) or first.report["outcome"] != "warm"
     if not told and damage != "deleted" and (what, damage) not in HARMLESS:
         faults.append("the report of the first boot says nothing")
-    if second.report["outcome"] not in ("warm", "partial", "cold") or second.report["warnings"]:
-        faults.append(f"the damage outlived a boot: {second.report['outcome']}, {second.report['warnings']}")
+    if second.report["outcome"] not in ("warm", "partial", "cold") or warnings(second.report):
+        faults.append(f"the damage outlived a boot: {second.report['outcome']}, {warnings(second.report)}")
     return Cell(first, second, faults)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
+import re
 import shutil
 import statistics
 import threading
@@ -32,7 +34,7 @@ from warmstart.settings import Settings, SettingsError
 from warmstart.store import Store, open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from warmstart.key import Key
     from warmstart.lora import Slots
@@ -55,7 +57,7 @@ _SLOWER, _LOST = 1.5, 0.1
 _ANSWER_S = 5.0
 # How long the imports wait for the restore at most: what a megabyte from a disk takes on a busy core.
 _HEAD_START_S = 0.15
-# Kind of the notes that say which part breaks the compile also where nothing was restored.
+# Kind of the notes that say which part breaks the compile, and how, also where nothing was restored.
 _FAILING = "failing-parts"
 
 
@@ -145,6 +147,20 @@ class _Restoring:
     def why_nothing(self) -> str:
         """What differs from the nearest stored key, if nothing was stored for this one."""
         return self._why
+
+
+@dataclass(frozen=True)
+class _Suspects:
+    """What was restored and set aside, until it is known whether it broke the compile."""
+
+    broken_by: str
+    """What went wrong with it, in words."""
+    failures: frozenset[str]
+    """The same by part, as `_failures` names them."""
+    leftover: Leftover | None
+    """Files of the live directory that an earlier boot left."""
+    restorer: Cache | None
+    """What had restored the version's own bundles, if they alone can have been to blame."""
 
 
 class _Boot:
@@ -436,25 +452,37 @@ class _Boot:
         """Goes on without the parts that break the compile; returns what still goes wrong, or an empty string.
 
         What was restored may be why they do, so all is compiled anew once, unless an earlier boot has noted that they
-        break without it too.
+        break in this way without it too.
         """
+        suspects: _Suspects | None = None
         suspected = self.found
+        known: set[str] = set()
+        anew: set[str] = set()
         while cause and self.live is not None:
-            broken = sorted({region.part for region in self.regions if region.broke})
-            if suspected and not (broken and {*broken} <= {*notes.read(self.live.path, _FAILING)}):
+            failures = _failures(self.regions, cause)
+            if suspected and not (failures and failures <= {*notes.read(self.live.path, _FAILING)}):
                 suspected = False
                 self.warnings.append(f"with the restored cache the compile failed ({cause}); it was set aside")
-                cause = self._attempt_cold(served, self.live, cause)
+                suspects, cause = self._attempt_cold(served, self.live, cause, failures)
+                if suspects is not None:
+                    self._note_failing(self.live, known)  # in the new directory, for the boot after this one
                 continue
-            if not (self.found or self.trouble):
-                self._note_failing(self.live, broken)
-            if not self._leave_out(broken, cause):
+            known |= failures
+            if not self.found:
+                anew |= failures
+                self._note_failing(self.live, failures)
+            if not self._leave_out(cause):
                 break
             cause = self._attempt(served, self.live, goes_on=True)
+        if suspects is not None:
+            # A part that broke in the same way without these files says nothing against them.
+            here = suspects.failures.isdisjoint(anew) if suspects.failures else not cause
+            self._judge_suspects(suspects, guilty=here and not self.trouble)
         return cause
 
-    def _leave_out(self, broken: Sequence[str], cause: str) -> bool:
-        """Serves these parts uncompiled; says whether they are to blame, and any other is left to try."""
+    def _leave_out(self, cause: str) -> bool:
+        """Serves the parts uncompiled whose regions broke the last attempt; says whether any other is left to try."""
+        broken = {region.part for region in self.regions if region.broke}
         serving = [region for region in self.regions if not region.failed]
         guilty = [region for region in serving if region.part in broken]
         if not guilty or len(guilty) == len(serving):
@@ -466,12 +494,15 @@ class _Boot:
             region.calls, region.broke = 0, False
         return True
 
-    def _note_failing(self, live: LiveDirectory, parts: Sequence[str]) -> None:
+    def _note_failing(self, live: LiveDirectory, failures: Iterable[str]) -> None:
+        """Has later boots know these failures, unless they are the compiler's."""
+        if self.trouble or not failures:
+            return
         try:
-            for part in parts:
-                notes.add(live.path, _FAILING, part)
+            for failure in sorted(failures):
+                notes.add(live.path, _FAILING, failure)
         except OSError as error:
-            self.warnings.append(f"that the compile of {parts[0]} fails cannot be noted for later boots: {error}")
+            self.warnings.append(f"what fails to compile cannot be noted for later boots: {error}")
         else:
             self._save_soon()
 
@@ -571,30 +602,36 @@ class _Boot:
                 f" {removed[0]} for one; they are built anew"
             )
 
-    def _attempt_cold(self, served: Served, live: LiveDirectory, broken_by: str) -> str:
+    def _attempt_cold(
+        self, served: Served, live: LiveDirectory, broken_by: str, failures: frozenset[str]
+    ) -> tuple[_Suspects | None, str]:
+        """Sets aside what was restored, and compiles all anew; returns what was set aside, and what went wrong."""
         aside, refused = set_aside(live, self.key.version_digest[:16])
         if aside is None:
-            return f"and there is no other place for compiled code: not {', not '.join(refused)}"
+            return None, f"and there is no other place for compiled code: not {', not '.join(refused)}"
         self.live = aside
-        suspect, self.leftover = self.leftover, None
+        leftover, self.leftover = self.leftover, None
         restored, restorer = self.restored, self.cache
         # What broke may be the version's own bundles, or what a directory that was set from outside held besides. Not
         # knowing which, the same paths are not published twice; the next boot finds that directory without them.
         own = restored.bundles and not restored.inherited
-        mixed = suspect is not None and not suspect.was_empty
+        mixed = leftover is not None and not leftover.was_empty
         self._use(None if own and mixed else self._new_cache(self.live))
         self.restored = Restored(RestoreOutcome.FAILED, "what was restored broke the compile and was set aside")
         self._forget()
-        cause = self._attempt(served, self.live)
-        if suspect is not None:
-            # Where it fails without these files too, they may be as good as any.
-            suspect.give_up() if cause else suspect.condemn()
-        if own and not mixed and not cause and restorer is not None:
-            noting = threading.Thread(target=self._condemn, args=(restorer, self.savers[-1], broken_by), daemon=True)
+        suspects = _Suspects(broken_by, failures, leftover, restorer if own and not mixed else None)
+        return suspects, self._attempt(served, self.live)
+
+    def _judge_suspects(self, suspects: _Suspects, *, guilty: bool) -> None:
+        """Has later boots know that what was set aside is broken, or leaves it as good as any."""
+        if suspects.leftover is not None:
+            suspects.leftover.condemn() if guilty else suspects.leftover.give_up()
+        if guilty and suspects.restorer is not None:
+            arguments = (suspects.restorer, self.savers[-1], suspects.broken_by)
+            noting = threading.Thread(target=self._condemn, args=arguments, daemon=True)
             with contextlib.suppress(RuntimeError):  # no thread to be had: the next boot finds out again
                 noting.start()
                 noting.join(_READY_S)
-        return cause
 
     def _condemn(self, restorer: Cache, saver: Saver, broken_by: str) -> None:
         """Has bundles noted as broken once what was compiled in their place is saved; beside a slow store, later."""
@@ -697,7 +734,8 @@ class _Boot:
                 self.warnings.append(f"which compiler was used cannot be noted: {sentence(error)}")
 
     def _failed_check(self) -> str:
-        for region in self.regions:
+        # One that is served uncompiled for good may have differed before.
+        for region in (region for region in self.regions if not region.failed):
             for difference in region.differences:
                 # Written so that a NaN fails too.
                 if not difference <= region.tolerance:
@@ -831,6 +869,15 @@ class _Boot:
                 Path(self.settings.report_path).write_text(report.json() + "\n")
             except OSError as error:
                 report.warnings.append(f"the report cannot be written to WARMSTART_REPORT_PATH: {error}")
+
+
+def _failures(regions: Sequence[Region], cause: str) -> frozenset[str]:
+    """Names the parts that broke an attempt and how they did, in a way that is the same in each boot.
+
+    Of what went wrong only the words count: numbers, addresses and paths may be others each time.
+    """
+    how = " ".join(word for word in cause.split() if not re.search(r"[\d/]", word))
+    return frozenset(json.dumps([part, how]) for part in {region.part for region in regions if region.broke})
 
 
 def _uncompiled(parts: Sequence[Part]) -> str:

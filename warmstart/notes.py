@@ -7,7 +7,7 @@ read one tells those who look at times of access that it was used.
 from __future__ import annotations
 
 import hashlib
-import os
+import uuid
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,15 +19,24 @@ _MAX_BYTES = 64 << 10
 def add(live: Path, kind: str, text: str) -> None:
     """Leaves a note of a kind, which is the name of a directory, if there is no such note yet.
 
+    Args:
+        live: the live directory.
+        kind: the name of a directory in it.
+        text: what is noted; not empty, and no longer than 64 KiB.
+
     Raises:
         OSError: the directory cannot be written.
     """
     path = live / kind / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
     path.parent.mkdir(mode=0o700, exist_ok=True)
     if _text(path) != text:
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
+        # Processes of two containers may have the same number.
+        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def read(live: Path, kind: str) -> list[str]:
@@ -38,6 +47,7 @@ def read(live: Path, kind: str) -> list[str]:
 def _text(path: Path) -> str:
     try:
         with path.open("rb") as file:
-            return file.read(_MAX_BYTES).decode()
+            content = file.read(_MAX_BYTES + 1)
+        return content.decode() if len(content) <= _MAX_BYTES else ""
     except (OSError, UnicodeDecodeError):
         return ""

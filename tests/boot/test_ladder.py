@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from booting import ONE, QUICK, SEVEN, TWO, rebuild
+from booting import ONE, QUICK, SEVEN, TWO, rebuild, warnings
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -94,7 +94,7 @@ def test_code_that_breaks_the_compile_is_set_aside_once_and_never_used_again(boo
     # The processor was asked anew: what the broken tests of it said would give other kernels.
     healed = boot(broken, draw=SEVEN, before=ONE, environment=QUICK)
     assert healed.report["outcome"] == "warm"
-    assert (healed.counts["fx_hits"], healed.counts["kernels_built"], healed.report["warnings"]) == (1, 0, [])
+    assert (healed.counts["fx_hits"], healed.counts["kernels_built"], warnings(healed.report)) == (1, 0, [])
     assert "noted that its files break the compile" in healed.report["restored"]["reason"]
     assert healed.pictures == first.pictures
 

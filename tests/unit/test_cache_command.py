@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -75,17 +76,36 @@ def test_ls_shows_keys_facts_and_bundles(project: Path, store: DirectoryStore) -
     assert contents(Path(store.location)) == before
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_reader_that_has_enough_is_no_failure(project: Path, store: DirectoryStore, unbuffered: str) -> None:
+def run_unheard(project: Path, *arguments: str, unbuffered: str) -> subprocess.CompletedProcess[str]:
+    """Nobody reads what it prints; `| head -0`."""
     reader, writer = os.pipe()
     os.close(reader)
     clean = {name: value for name, value in os.environ.items() if not name.startswith("WARMSTART_")}
     done = subprocess.run(
-        [sys.executable, project / "scripts/cache", "ls", "--store", store.location],
+        [sys.executable, project / "scripts/cache", *arguments],
         cwd=project.parent, env=clean | {"PYTHONUNBUFFERED": unbuffered}, stdout=writer, stderr=subprocess.PIPE,
         text=True, timeout=300,
     )  # fmt: skip
     os.close(writer)
+    return done
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_has_enough_ends_it_without_a_word(project: Path, store: DirectoryStore, unbuffered: str) -> None:
+    done = run_unheard(project, "ls", "--store", store.location, unbuffered=unbuffered)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_what_was_found_damaged_is_told_by_the_status_if_nobody_reads(project: Path, store: DirectoryStore) -> None:
+    [bundle, _] = store.bundles(key())
+    (path,) = Path(store.location).rglob(f"{bundle.name}*.zst")
+    path.write_bytes(path.read_bytes()[:-1])
+    assert run_unheard(project, "verify", "--json", "--store", store.location, unbuffered="").returncode == 1
+
+
+def test_without_an_output_it_works_as_ever(project: Path, store: DirectoryStore) -> None:
+    command = f"exec {shlex.join([sys.executable, str(project / 'scripts/cache')])} ls --store {store.location} >&-"
+    done = subprocess.run(["sh", "-c", command], cwd=project.parent, stderr=subprocess.PIPE, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -1,6 +1,7 @@
 """Notes for later boots: equal ones are one, and what is no note is passed over."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -29,9 +30,28 @@ def test_what_is_no_note_is_passed_over(tmp_path: Path) -> None:
     folder = tmp_path / "parts"
     (folder / "letters.json").write_bytes(b"\xff\xfe\x00")
     (folder / "empty.json").write_text("")
+    (folder / "long.json").write_text("x" * ((64 << 10) + 1))
     (folder / "folder.json").mkdir()
     (folder / "gone.json").symlink_to(tmp_path / "nowhere")
     assert notes.read(tmp_path, "parts") == ["good"]
+
+
+def test_threads_and_processes_of_one_number_may_note_the_same_at_once(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        for number in range(50):
+            for done in [pool.submit(notes.add, tmp_path, "parts", str(number)) for _ in range(4)]:
+                done.result()
+    assert len(notes.read(tmp_path, "parts")) == len(list((tmp_path / "parts").iterdir())) == 50
+
+
+def test_nothing_is_left_of_a_note_that_cannot_be_put_in_its_place(tmp_path: Path) -> None:
+    notes.add(tmp_path, "parts", "a")
+    [path] = (tmp_path / "parts").iterdir()
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(IsADirectoryError):
+        notes.add(tmp_path, "parts", "a")
+    assert list((tmp_path / "parts").iterdir()) == [path]
 
 
 def test_reading_a_note_leaves_a_time_of_access(tmp_path: Path) -> None:
