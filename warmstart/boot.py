@@ -476,8 +476,8 @@ class _Boot:
             cause = self._attempt(served, self.live, goes_on=True)
         if suspects is not None:
             # A part that broke in the same way without these files says nothing against them.
-            here = suspects.failures.isdisjoint(anew) if suspects.failures else not cause
-            self._judge_suspects(suspects, guilty=here and not self.trouble)
+            mended = suspects.failures.isdisjoint(anew) if suspects.failures else not cause
+            self._judge_suspects(suspects, guilty=mended and not self.trouble)
         return cause
 
     def _leave_out(self, cause: str) -> bool:
