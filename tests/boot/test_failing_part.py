@@ -1,7 +1,7 @@
 """A part whose compile fails in every boot costs the other parts nothing: they come from the cache, boot after boot."""
 
 import pytest
-from booting import rebuild, warnings
+from booting import HEADER, rebuild, warnings
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -79,3 +79,47 @@ def test_damaged_bundles_beside_such_a_part_are_set_aside_once(boot, boots, tmp_
     assert (healed.counts["fx_misses"], healed.counts["kernels_built"]) == (0, 0)
     assert "transformer is not compiled" in healed.report["reason"]
     assert {part["name"]: part["outcome"] for part in healed.report["parts"]}["text_encoder"] == "compiled"
+
+
+# Two parts of one class, whose modules share a code object, and so what torch has made of it. The first compile fails.
+TWINS = """
+import torch
+import warmstart
+from torch._inductor.graph import GraphLowering
+
+def twin():
+    return torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.GELU()).requires_grad_(False)
+
+torch.manual_seed(0)
+first, second = twin(), twin()
+x = torch.randn(4, 16)
+LOAD = lambda: warmstart.OwnModel({"first": first, "second": second}, run=lambda request: second(first(x)))
+PLAN = [warmstart.Request("one", {})]
+run, seen = GraphLowering.run, []
+
+def fail_once(self, *args):
+    seen.append(self)
+    if len(seen) == 1:
+        raise RuntimeError("too much")
+    return run(self, *args)
+
+GraphLowering.run = fail_once
+"""
+DIFFERENCE = """
+result = model(PLAN[0])
+wanted = second._call_impl(first._call_impl(x))
+answer = [(result.outputs[0] - wanted).abs().max().item(), result.graphs, result.reason]
+"""
+
+
+def test_a_part_of_the_same_class_is_compiled_all_the_same(boot, store):
+    environment = {"WARMSTART_STRATEGY": "whole", HEADER: "0"}
+    booted = boot(store, before=TWINS, after=DIFFERENCE, environment=environment)
+    assert {part["name"]: part["outcome"] for part in booted.report["parts"]} == {
+        "first": "uncompiled",
+        "second": "compiled",
+    }
+    assert "RuntimeError: too much" in booted.report["reason"]
+    assert (booted.report["outcome"], booted.counts["fx_hits"]) == ("cold", 0)
+    difference, graphs, reason = booted.after
+    assert (difference < 1e-5, graphs, reason) == (True, 0, "")
