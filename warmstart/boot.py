@@ -332,8 +332,6 @@ class _Boot:
     # --- model -----------------------------------------------------------------------------------------------------
 
     def _import(self, restoring: _Restoring | None) -> None:
-        if self.device == "cpu" and not self.settings.says_how_to_wait:
-            process.wait_briefly()
         import torch
 
         torch.set_num_threads(self.settings.threads)

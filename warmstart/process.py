@@ -53,15 +53,6 @@ def _command(pid: int) -> str:
         return ""
 
 
-def wait_briefly() -> None:
-    """Has threads of OpenMP wait busily for about a millisecond, before torch is imported.
-
-    GNU's libgomp has 300,000 rounds as its default, 7 ms on an AMD EPYC (docs/decisions.md). That long a thread that
-    waits for another keeps it from its core, where the system has put both on one.
-    """
-    os.environ["GOMP_SPINCOUNT"] = "30000"
-
-
 def spread_threads() -> None:
     """Moves running threads of this process that share a core to cores that none of them is on, and leaves them free.
 

@@ -138,8 +138,6 @@ class Settings:
     """Torch's own variables which change what is compiled, sorted."""
     threads: int = 1
     """CPU threads of one operation; compiled CPU kernels are made for this number."""
-    says_how_to_wait: bool = False
-    """Whether the user has told OpenMP how its threads wait: OMP_WAIT_POLICY or GOMP_SPINCOUNT."""
     visible_devices: str | None = None
     """CUDA_VISIBLE_DEVICES, or None where it is not set."""
     compiler: str | None = None
@@ -207,7 +205,6 @@ def _surroundings(environment: Mapping[str, str]) -> dict[str, Any]:
         "torch_cache_dir": environment.get("TORCHINDUCTOR_CACHE_DIR", ""),
         "torch_options": tuple(sorted(options.items())),
         "threads": _threads(environment),
-        "says_how_to_wait": any(environment.get(name) for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")),
         "visible_devices": environment.get("CUDA_VISIBLE_DEVICES"),
         "compiler": environment.get("CXX") or None,
     }

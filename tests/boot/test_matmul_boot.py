@@ -1,4 +1,4 @@
-"""Linear layers that go to oneDNN are cached like all else; how threads wait is said before torch is there."""
+"""Linear layers that go to oneDNN are cached like all else."""
 
 import pytest
 from booting import ONE, QUICK, SEVEN
@@ -35,15 +35,3 @@ def test_graphs_for_amd_call_onednn_and_are_warm_the_next_time(boot, store):
     assert (other.report["outcome"], other.report["facts"]["matmul"]) == ("cold", "torch")
     assert 'cpu vendor is "GenuineIntel" here, "AuthenticAMD" there' in other.report["reason"]
     assert other.after == 0
-
-
-@pytest.mark.parametrize(
-    ("said", "count"),
-    [({}, "30000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "PASSIVE"}, "0")],
-    ids=lambda value: " ".join(value) or "nothing" if isinstance(value, dict) else value,
-)
-def test_threads_wait_as_the_user_says_and_else_briefly(boot, store, said, count):
-    # GNU's libgomp tells what it was given, once it is loaded.
-    environment = {"OMP_DISPLAY_ENV": "verbose", "OMP_WAIT_POLICY": None, "WARMSTART_COMPILE": "off", **said}
-    booted = boot(store, before=ONE, environment=environment)
-    assert f"GOMP_SPINCOUNT = '{count}'" in booted.log
