@@ -487,7 +487,6 @@ class _Boot:
             return False
         for region in guilty:
             region.give_up(cause)
-            region.differences, region.speeds = [], []
         for region in self.regions:
             region.calls, region.broke = 0, False
         return True
@@ -886,6 +885,8 @@ def _uncompiled(parts: Sequence[Part]) -> str:
 
 def _slower(region: Region, warmed: Sequence[Warmed]) -> str:
     """Says so if requests are clearly slower for a region's being compiled; "" if not, or if that is not known."""
+    if region.failed:
+        return ""
     eager_s = _mean([speed.eager_s for speed in region.speeds]) or 0.0
     compiled_s = _mean([speed.compiled_s for speed in region.speeds]) or 0.0
     # Each request was run twice, to warm it and to verify.

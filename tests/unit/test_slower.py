@@ -30,5 +30,10 @@ def test_a_region_is_slower_if_a_request_notices(eager_s, compiled_s, warns):
         assert "takes 2.00 times as long compiled as uncompiled, which costs each request 0.100 of 0.500 s" in told
 
 
+def test_what_is_served_uncompiled_is_not_slower():
+    region = Region("t", "Block", [nn.Identity()], calls=40, speeds=[Speed(0.01, 0.02)], failed="it broke")
+    assert _slower(region, [Warmed(Request("a", {}), first_s=9.0, graphs=1, steady_s=0.5)]) == ""
+
+
 def test_what_was_not_timed_is_not_slower():
     assert _slower(Region("t", "Block", [nn.Identity()]), []) == ""
